@@ -1,0 +1,44 @@
+"""Codes in int16 words, in the order that the decode kernel reads them.
+
+A word holds 16 / bits channels. With W words per token, bits `p * bits ...` of word w belong to channel
+`p * W + w` (plane p): one AND then isolates the same plane of two neighbouring words, which is what makes
+dequantisation cheaper than one instruction per element. Token t of a page sits in slot
+`(t % 8) * 8 + t // 8`, so that the eight scales one thread needs are neighbours in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from subten.formats.spec import PAGE_SIZE
+
+WORD_BITS = 16
+
+
+def words_per_token(head_dim: int, bits: int) -> int:
+    """int16 words that hold one token's codes of one head."""
+    return head_dim * bits // WORD_BITS
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes [..., head_dim] below 2**bits to int16 words [..., head_dim * bits / 16]."""
+    planes = WORD_BITS // bits
+    by_plane = codes.unflatten(-1, (planes, codes.shape[-1] // planes)).to(torch.int32)
+    shifts = torch.arange(planes, device=codes.device, dtype=torch.int32) * bits
+    words = (by_plane << shifts[:, None]).sum(-2, dtype=torch.int32)
+    return torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Inverse of `pack`: int16 words [..., W] to uint8 codes [..., W * 16 / bits]."""
+    planes = WORD_BITS // bits
+    shifts = torch.arange(planes, device=words.device, dtype=torch.int32) * bits
+    codes = (words.to(torch.int32)[..., None, :] >> shifts[:, None]) & ((1 << bits) - 1)
+    return codes.to(torch.uint8).flatten(-2)
+
+
+def slot_of_token(token: Tensor) -> Tensor:
+    """Slot in a page's word planes of the page's token 0..63 (int64)."""
+    rows = PAGE_SIZE // 8
+    return (token % rows) * 8 + token // rows

@@ -1,0 +1,101 @@
+"""What the attention operations take: plain tensors and a `PageLayout`, never a cache object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from subten.formats.layout import PageLayout
+from subten.formats.spec import KVFormat
+
+PrefillRule = Literal["window", "chunk"]
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """The cache of one layer.
+
+    Attributes:
+        pages: uint8 [num_pages, num_kv_heads, record_bytes]; the last axis is contiguous, the first is not.
+        windows: [num_slots, 2, num_kv_heads, window_size, head_dim] of `layout.wide_dtype`; axis 1 is K, V.
+            Sinks come first; position p behind them lies at `sinks + (p - sinks) % ring_size`.
+        kept_channels: int64 [num_kv_heads, num_kept], the key channels held in 16 bit.
+        layout: format, plane order and offsets of a record.
+    """
+
+    pages: Tensor
+    windows: Tensor
+    kept_channels: Tensor
+    layout: PageLayout
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """One ragged batch of a step; the tokens of all sequences are concatenated.
+
+    Attributes:
+        query_start: int32 [batch + 1], offsets of the sequences on the token axis.
+        context_len: int32 [batch], tokens that were in the cache before this step.
+        block_table: int32 [batch, max_pages], pages in token order, already holding room for this step.
+        window_slot: int32 [batch], slot of each sequence in `LayerCache.windows`.
+        rule: what a prefill sees of its own chunk. `window`: by position alone, as in decoding. `chunk`: the
+            chunk's own tokens in 16 bit.
+    """
+
+    query_start: Tensor
+    context_len: Tensor
+    block_table: Tensor
+    window_slot: Tensor
+    rule: PrefillRule = "window"
+
+    @cached_property
+    def sequences(self) -> tuple[SequenceStep, ...]:
+        """The batch as host-side numbers, one entry per sequence; computed once per step, not per layer."""
+        starts = self.query_start.tolist()
+        pages = self.block_table.long()
+        return tuple(
+            SequenceStep(start, end, context, slot, pages[row])
+            for row, ((start, end), context, slot) in enumerate(
+                zip(pairwise(starts), self.context_len.tolist(), self.window_slot.tolist(), strict=True)
+            )
+        )
+
+
+class SequenceStep(NamedTuple):
+    """One sequence's part of a step: its rows on the token axis, and where its cache is."""
+
+    start: int
+    end: int
+    context_len: int
+    window_slot: int
+    pages: Tensor
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of this step."""
+        return self.end - self.start
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache once this step's tokens are appended."""
+        return self.context_len + self.new_tokens
+
+    def coded_until(self, position: int, fmt: KVFormat, rule: PrefillRule) -> int:
+        """End of the positions that the query at `position` reads through the codes; they start at the sinks."""
+        end = fmt.sinks + fmt.coded_tokens(position + 1)
+        return min(end, max(self.context_len, fmt.sinks)) if rule == "chunk" and self.new_tokens > 1 else end
+
+
+class WideTokens(NamedTuple):
+    """What one sequence's queries may read unquantised in this step: old windows, then the new tokens.
+
+    `keys` and `values` are [tokens, num_kv_heads, head_dim] of the cache's wide dtype, `positions` int64 [tokens].
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor

@@ -1,0 +1,268 @@
+"""The books of the cache: which sequence owns which pages and windows, who shares them, what may be reused.
+
+Nothing here reads or writes a cached byte. Every method either returns a plan that the runner carries out, or
+raises and leaves the books as they were.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from subten.formats.layout import PageLayout
+from subten.formats.spec import PAGE_SIZE, KVFormat
+from subten.kvcache.plans import AppendPlan, CopyPlan
+from subten.kvcache.pool import SlotPool
+from subten.kvcache.prefix import chain, page_hash
+
+
+@dataclass
+class _Sequence:
+    """A live sequence. `hashes` covers the pages whose tokens are all known, `tail` the tokens behind them."""
+
+    window_slot: int
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    tail: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """A frozen copy of a sequence: references to its pages, and its windows as they were."""
+
+    window_slot: int
+    length: int
+    pages: tuple[int, ...]
+    hashes: tuple[bytes, ...]
+
+
+class _SnapshotKey(NamedTuple):
+    last_page: bytes
+    tail: tuple[int, ...]
+
+
+class PrefixHit(NamedTuple):
+    """A new sequence, how many of the asked tokens it already holds, and the copies that make it so."""
+
+    sequence: int
+    length: int
+    copies: CopyPlan
+
+
+class CacheBooks:
+    """Sequences, snapshots and the two pools they draw from.
+
+    Args:
+        layout: page layout of the format.
+        num_pages: pages in the pool.
+        num_windows: window slots in the pool: one per live sequence and per snapshot.
+        namespace: what must be equal for tokens to have equal pages (model, format, rule).
+    """
+
+    def __init__(self, layout: PageLayout, num_pages: int, num_windows: int, namespace: bytes = b"") -> None:
+        self.format: KVFormat = layout.format
+        self._layout = layout
+        self._namespace = namespace
+        self.pages = SlotPool(num_pages, "page")
+        self.windows = SlotPool(num_windows, "window slot")
+        self._sequences: dict[int, _Sequence] = {}
+        self._snapshots: OrderedDict[_SnapshotKey, _Snapshot] = OrderedDict()
+        self._page_of_hash: dict[bytes, int] = {}
+        self._hash_of_page: dict[int, bytes] = {}
+        self._next_id = 0
+
+    # --- sequences -------------------------------------------------------------------------------------------
+
+    def open(self, tokens: Sequence[int] = ()) -> PrefixHit:
+        """Begin a sequence, on the longest cached prefix of `tokens` that is not all of them.
+
+        With windows, a prefix can only be taken up where a snapshot was made (`snapshot`): the 16-bit windows
+        at that point are part of the state. Without windows, any run of full pages will do as well.
+
+        Raises:
+            CacheMemoryError: no window slot is free.
+        """
+        key, snapshot = self._longest_snapshot(tokens)
+        pages = self._longest_page_run(tokens)
+        (slot,) = self._allocate(self.windows, 1, keep=key)
+        sequence = _Sequence(slot)
+        copies = CopyPlan()
+        if snapshot and snapshot.length >= len(pages) * PAGE_SIZE:
+            sequence.length, sequence.pages = snapshot.length, list(snapshot.pages)
+            copies = CopyPlan(windows=((snapshot.window_slot, slot),))
+        else:
+            sequence.length, sequence.pages = len(pages) * PAGE_SIZE, pages
+        self.pages.retain(sequence.pages)
+        held = tokens[: sequence.length]
+        sequence.hashes = chain(self._namespace, held, self.format)
+        sequence.tail = list(held[self._hashed_until(sequence) :])
+        return PrefixHit(self._enter(sequence), sequence.length, copies)
+
+    def append(self, sequence: int, tokens: Sequence[int]) -> AppendPlan:
+        """Make room for `tokens` behind what the sequence holds.
+
+        Raises:
+            CacheMemoryError: the pages do not suffice, even without the snapshots; nothing has changed.
+        """
+        state = self._sequences[sequence]
+        length = state.length + len(tokens)
+        before, after = self.format.coded_tokens(state.length), self.format.coded_tokens(length)
+        shared = before % PAGE_SIZE and after > before and self.pages.references(state.pages[-1]) > 1
+        missing = self._layout.pages_for(length) - len(state.pages)
+        fresh = self._allocate(self.pages, missing + bool(shared))
+        copies = CopyPlan()
+        if shared:
+            last = state.pages.pop()
+            # An eviction in `_allocate` may have left this sequence the only holder; a copy is still right.
+            self._release_pages([last])
+            copies = CopyPlan(pages=((last, fresh[0]),))
+        state.pages += fresh
+        plan = AppendPlan(state.length, len(tokens), tuple(state.pages), state.window_slot, copies)
+        state.length = length
+        self._extend_hashes(state, tokens)
+        return plan
+
+    def fork(self, sequence: int) -> PrefixHit:
+        """A second sequence with the same content. Pages are shared until one of the two writes to them.
+
+        Raises:
+            CacheMemoryError: no window slot is free.
+        """
+        parent = self._sequences[sequence]
+        (slot,) = self._allocate(self.windows, 1)
+        self.pages.retain(parent.pages)
+        child = _Sequence(slot, parent.length, list(parent.pages), list(parent.hashes), list(parent.tail))
+        return PrefixHit(self._enter(child), child.length, CopyPlan(windows=((parent.window_slot, slot),)))
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence and give back what nobody else holds."""
+        state = self._sequences.pop(sequence)
+        self._release_pages(state.pages)
+        self.windows.release([state.window_slot])
+
+    def length(self, sequence: int) -> int:
+        """Tokens that a sequence holds."""
+        return self._sequences[sequence].length
+
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens that each live sequence holds."""
+        return tuple(s.length for s in self._sequences.values())
+
+    # --- snapshots -------------------------------------------------------------------------------------------
+
+    def snapshot(self, sequence: int) -> CopyPlan:
+        """Keep a sequence's present state for reuse by `open`, until the memory is needed elsewhere.
+
+        Does nothing where an equal snapshot exists, or where every window slot belongs to a live sequence.
+        """
+        state = self._sequences[sequence]
+        key = _SnapshotKey(self._last_hash(state), tuple(state.tail))
+        if key in self._snapshots:
+            self._snapshots.move_to_end(key)
+            return CopyPlan()
+        if not self.windows.free and not self._snapshots:
+            return CopyPlan()
+        (slot,) = self._allocate(self.windows, 1)
+        self.pages.retain(state.pages)
+        self._snapshots[key] = _Snapshot(slot, state.length, tuple(state.pages), tuple(state.hashes))
+        return CopyPlan(windows=((state.window_slot, slot),))
+
+    def drop_snapshots(self) -> None:
+        """Forget every snapshot."""
+        while self._snapshots:
+            self._evict(next(iter(self._snapshots)))
+
+    # --- invariants ------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Assert that the pools' reference counts are exactly what sequences and snapshots hold."""
+        holders: list[_Sequence | _Snapshot] = [*self._sequences.values(), *self._snapshots.values()]
+        for pool, held in (
+            (self.pages, Counter(page for h in holders for page in h.pages)),
+            (self.windows, Counter(h.window_slot for h in holders)),
+        ):
+            counted = {slot: pool.references(slot) for slot in range(pool.count) if pool.references(slot)}
+            assert counted == dict(held), "reference counts do not match the holders"
+            assert pool.free == pool.count - len(held), "a slot is neither held nor free"
+        for state in self._sequences.values():
+            assert len(state.pages) == self._layout.pages_for(state.length), "wrong number of pages"
+        assert all(self.pages.references(page) for page in self._hash_of_page), "an indexed page is free"
+
+    # --- inner parts -----------------------------------------------------------------------------------------
+
+    def _enter(self, state: _Sequence) -> int:
+        self._next_id += 1
+        self._sequences[self._next_id] = state
+        return self._next_id
+
+    def _hashed_until(self, state: _Sequence) -> int:
+        """Positions that `state.hashes` covers: the sinks belong to the first page's hash."""
+        return self.format.sinks + len(state.hashes) * PAGE_SIZE if state.hashes else 0
+
+    def _last_hash(self, state: _Sequence) -> bytes:
+        return state.hashes[-1] if state.hashes else self._namespace
+
+    def _extend_hashes(self, state: _Sequence, tokens: Sequence[int]) -> None:
+        state.tail += tokens
+        while True:
+            size = PAGE_SIZE if state.hashes else self.format.sinks + PAGE_SIZE
+            if len(state.tail) < size:
+                break
+            state.hashes.append(page_hash(self._last_hash(state), state.tail[:size]))
+            del state.tail[:size]
+        if self.format.window_size:
+            return
+        for page, digest in zip(state.pages, state.hashes, strict=False):
+            if page not in self._hash_of_page and digest not in self._page_of_hash:
+                self._page_of_hash[digest], self._hash_of_page[page] = page, digest
+
+    def _longest_snapshot(self, tokens: Sequence[int]) -> tuple[_SnapshotKey | None, _Snapshot | None]:
+        """The longest snapshot that `tokens` properly extends; looking it up makes it the most recently used."""
+        hashes = chain(self._namespace, tokens, self.format)
+        best: _SnapshotKey | None = None
+        for key, snapshot in self._snapshots.items():
+            depth = len(snapshot.hashes)
+            if snapshot.length >= len(tokens) or (depth and hashes[depth - 1 : depth] != [key.last_page]):
+                continue
+            start = snapshot.length - len(key.tail)
+            longer = best is None or snapshot.length > self._snapshots[best].length
+            if longer and tuple(tokens[start : snapshot.length]) == key.tail:
+                best = key
+        if best is None:
+            return None, None
+        self._snapshots.move_to_end(best)
+        return best, self._snapshots[best]
+
+    def _longest_page_run(self, tokens: Sequence[int]) -> list[int]:
+        """Cached full pages that `tokens` begins with, leaving at least one token; formats without windows only."""
+        pages: list[int] = []
+        if self.format.window_size:
+            return pages
+        for digest in chain(self._namespace, tokens[: len(tokens) - 1], self.format):
+            if digest not in self._page_of_hash:
+                break
+            pages.append(self._page_of_hash[digest])
+        return pages
+
+    def _allocate(self, pool: SlotPool, count: int, keep: _SnapshotKey | None = None) -> list[int]:
+        """Allocate, dropping the least recently used snapshots while too little is free."""
+        while pool.free < count:
+            victim = next((key for key in self._snapshots if key != keep), None)
+            if victim is None:
+                break
+            self._evict(victim)
+        return pool.allocate(count)
+
+    def _evict(self, key: _SnapshotKey) -> None:
+        snapshot = self._snapshots.pop(key)
+        self._release_pages(snapshot.pages)
+        self.windows.release([snapshot.window_slot])
+
+    def _release_pages(self, pages: Sequence[int]) -> None:
+        for page in self.pages.release(pages):
+            digest = self._hash_of_page.pop(page, None)
+            if digest is not None:
+                del self._page_of_hash[digest]
