@@ -1,0 +1,76 @@
+"""The mixture-of-experts block in plain torch, and what it costs."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subten.kernels.moe.inputs import MoEWeights, RouterSpec
+from subten.kernels.moe.router import route
+
+
+def moe_reference(x: Tensor, weights: MoEWeights) -> Tensor:
+    """Mix the SwiGLU experts of each token of `x` [tokens, hidden]; returns the same shape and dtype.
+
+    Each expert that was chosen at all is visited once, in ascending order, with the tokens routed to it. The
+    experts' outputs are summed in float32 and rounded once, so a token's result depends on the rest of the
+    batch only through the shape of the matrix products. A NaN in one token stays in that token.
+    """
+    experts, expert_weights = route(F.linear(x, weights.router), weights.rule)
+    output = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in sorted(set(experts.flatten().tolist())):
+        tokens, choice = (experts == expert).nonzero(as_tuple=True)
+        visited = _swiglu(x[tokens], weights.gate_up[expert], weights.down[expert])
+        output.index_add_(0, tokens, visited.float() * expert_weights[tokens, choice, None])
+    if weights.shared is not None:
+        gate = torch.sigmoid(F.linear(x, weights.shared.gate).float())
+        output += gate * _swiglu(x, weights.shared.gate_up, weights.shared.down)
+    return output.to(x.dtype)
+
+
+def _swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """SwiGLU feed-forward (Shazeer, 2020, arXiv:2002.05202)."""
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+def moe_flops(
+    num_tokens: int,
+    hidden_size: int,
+    intermediate_size: int,
+    router: RouterSpec,
+    shared_intermediate_size: int = 0,
+) -> int:
+    """The matrix products of the router, of `top_k` experts per token, and of the shared expert (0: none)."""
+    expert = 6 * hidden_size * intermediate_size
+    shared = 6 * hidden_size * shared_intermediate_size + 2 * hidden_size * (shared_intermediate_size > 0)
+    return num_tokens * (2 * hidden_size * router.num_experts + router.top_k * expert + shared)
+
+
+def moe_bytes(
+    num_tokens: int,
+    active_experts: float,
+    hidden_size: int,
+    intermediate_size: int,
+    router: RouterSpec,
+    shared_intermediate_size: int = 0,
+    *,
+    activation_itemsize: int = 2,
+    weight_itemsize: int = 2,
+) -> float:
+    """Tokens in and out, the router, the shared expert, and the weights of the experts that were visited.
+
+    `active_experts` is the number of different experts visited: a count, or `expected_active_experts`. The
+    router and the shared expert's gate are kept at `activation_itemsize`, whatever the experts are stored in.
+    """
+    expert = 3 * hidden_size * intermediate_size
+    shared = 3 * hidden_size * shared_intermediate_size
+    gates = hidden_size * (router.num_experts + (shared_intermediate_size > 0))
+    activations = 2 * num_tokens * hidden_size
+    return (activations + gates) * activation_itemsize + (active_experts * expert + shared) * weight_itemsize
+
+
+def expected_active_experts(num_tokens: int, router: RouterSpec) -> float:
+    """How many different experts the tokens visit on average if they choose evenly and independently."""
+    return router.num_experts * (1 - (1 - router.top_k / router.num_experts) ** num_tokens)
