@@ -1,0 +1,17 @@
+"""Model files on disk: safetensors folders and GGUF files behind one protocol, and pulling them by name."""
+
+from subten.checkpoints.checkpoint import Checkpoint
+from subten.checkpoints.opening import open_checkpoint
+from subten.checkpoints.pull import Origin, pull, read_origin, resolve_model
+from subten.checkpoints.sources import MODELS, ModelSource
+
+__all__ = [
+    "MODELS",
+    "Checkpoint",
+    "ModelSource",
+    "Origin",
+    "open_checkpoint",
+    "pull",
+    "read_origin",
+    "resolve_model",
+]
