@@ -76,12 +76,16 @@ def attention_spec(
     )
 
 
-def router_spec(config: ConfigReader, num_experts_key: str, *, renormalize: bool) -> RouterSpec:
-    """Read the number of experts, and how many of them a token visits."""
-    num_experts = config.integer(num_experts_key)
+def router_spec(config: ConfigReader, *, renormalize: bool) -> RouterSpec:
+    """Read the number of experts, and how many of them a token visits.
+
+    Families, and versions of transformers, differ in whether they write `num_experts` or `num_local_experts`.
+    """
+    key = "num_local_experts" if config.has("num_local_experts") else "num_experts"
+    num_experts = config.integer(key)
     top_k = config.integer("num_experts_per_tok")
     if top_k > num_experts:
-        raise CheckpointError(f"num_experts_per_tok ({top_k}) is more than {num_experts_key} ({num_experts})")
+        raise CheckpointError(f"num_experts_per_tok ({top_k}) is more than {key} ({num_experts})")
     return RouterSpec(num_experts=num_experts, top_k=top_k, renormalize=renormalize)
 
 

@@ -11,7 +11,7 @@ from subten.models.spec import DecoderSpec, MoESpec
 def _granite_moe(config: ConfigReader) -> DecoderSpec:
     bias = config.flag("attention_bias", False)
     # Granite takes the top k first and the softmax afterwards, which is renormalisation.
-    router = router_spec(config, "num_local_experts", renormalize=True)
+    router = router_spec(config, renormalize=True)
     return decoder_spec(
         config,
         "granitemoe",

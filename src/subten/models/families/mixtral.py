@@ -16,7 +16,7 @@ from subten.models.spec import DecoderSpec, MoESpec
 
 def _mixtral(config: ConfigReader) -> DecoderSpec:
     refuse_sliding_window(config, on=True)
-    router = router_spec(config, "num_local_experts", renormalize=True)
+    router = router_spec(config, renormalize=True)
     return decoder_spec(
         config,
         "mixtral",

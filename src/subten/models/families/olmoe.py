@@ -10,7 +10,7 @@ from subten.models.spec import DecoderSpec, MoESpec
 
 def _olmoe(config: ConfigReader) -> DecoderSpec:
     bias = config.flag("attention_bias", False)
-    router = router_spec(config, "num_experts", renormalize=config.flag("norm_topk_prob", False))
+    router = router_spec(config, renormalize=config.flag("norm_topk_prob", False))
     return decoder_spec(
         config,
         "olmoe",

@@ -32,7 +32,7 @@ def _decoder(
     config: ConfigReader, family: str, attention: AttentionSpec, shared_intermediate_size: int | None
 ) -> DecoderSpec:
     refuse_sliding_window(config, on=config.flag("use_sliding_window", False))
-    router = router_spec(config, "num_experts", renormalize=config.flag("norm_topk_prob", False))
+    router = router_spec(config, renormalize=config.flag("norm_topk_prob", False))
     moe = MoESpec(router, config.integer("moe_intermediate_size"), shared_intermediate_size)
     step = config.integer("decoder_sparse_step", 1)
     dense_layers = config.integers("mlp_only_layers")

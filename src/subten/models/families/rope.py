@@ -30,12 +30,10 @@ def rope_spec(config: ConfigReader, head_dim: int, default_theta: float) -> Rope
         if section.has("partial_rotary_factor") and section.raw("partial_rotary_factor") != 1:
             raise UnknownArchitectureError("partial_rotary_factor other than 1 is not supported")
     kind = parameters.text("rope_type", parameters.text("type", "default"))
-    if kind not in _SCALINGS:
-        raise UnknownArchitectureError(
-            f"RoPE scaling {kind!r} is not supported; supported are {', '.join(_SCALINGS)}"
-        )
+    if kind not in SCALINGS:
+        raise UnknownArchitectureError(f"RoPE scaling {kind!r} is not supported; supported are {', '.join(SCALINGS)}")
     theta = parameters.number("rope_theta", config.number("rope_theta", default_theta))
-    return RopeSpec(head_dim=head_dim, theta=theta, scaling=_SCALINGS[kind](config, parameters))
+    return RopeSpec(head_dim=head_dim, theta=theta, scaling=SCALINGS[kind](config, parameters))
 
 
 def max_positions(config: ConfigReader, rope: RopeSpec) -> int:
@@ -90,7 +88,7 @@ def _original_positions(config: ConfigReader, parameters: ConfigReader) -> int:
     return config.integer(key, inside)
 
 
-_SCALINGS: Mapping[str, Callable[[ConfigReader, ConfigReader], RopeScaling | None]] = {
+SCALINGS: Mapping[str, Callable[[ConfigReader, ConfigReader], RopeScaling | None]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
