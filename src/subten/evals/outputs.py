@@ -1,0 +1,52 @@
+"""Result files that are checked before the long work and appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from subten.errors import StorageError
+
+
+class OutputFile:
+    """A file to be written once, later, in one step.
+
+    Args:
+        path: where it shall be; an existing file is replaced, but only by `write`.
+
+    Raises:
+        StorageError: nothing could be written there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # A link stays a link: what it points to is replaced.
+        self._target = path.expanduser().resolve()
+        self._staging = self._target.with_name(f".{self._target.name}.{os.getpid()}.tmp")
+        if self._target.exists() and not self._target.is_file():
+            raise StorageError(f"{path} can't be written: it is not a regular file")
+        self._stage(b"")
+        self._staging.unlink()
+
+    def write(self, content: bytes) -> None:
+        """Put the content in place.
+
+        Raises:
+            StorageError: it can't be written; a file that was there before is unchanged.
+        """
+        try:
+            self._stage(content)
+            self._staging.replace(self._target)
+        except OSError as error:
+            raise self._refused(error) from error
+        finally:
+            self._staging.unlink(missing_ok=True)
+
+    def _stage(self, content: bytes) -> None:
+        try:
+            self._staging.write_bytes(content)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> StorageError:
+        return StorageError(f"{self.path} can't be written: {error.strerror or error}")

@@ -1,0 +1,100 @@
+"""A picture of quality against bits per element."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from subten.errors import ParameterError
+from subten.evals.metrics import Estimate
+from subten.evals.quality import FormatQuality
+from subten.evals.report import Run
+
+_INK, _MUTED, _ACCENT = "#1b1f24", "#8a929c", "#c2410c"
+_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def require_matplotlib(suffix: str) -> None:
+    """Check before the long work that a picture can be drawn.
+
+    Raises:
+        ParameterError: matplotlib is not installed, or can't write files of this kind.
+    """
+    if suffix not in _SUFFIXES:
+        raise ParameterError(f"a picture can't be a '{suffix}' file; it can be {', '.join(_SUFFIXES)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ParameterError(
+            "drawing a picture needs matplotlib, which is not installed; pip install 'subten[plot]'"
+        ) from error
+
+
+def quality_plot(results: Sequence[FormatQuality], run: Run, suffix: str = ".png") -> bytes:
+    """Draw perplexity increase and KLD against bits per element, with 95% intervals; the bytes of the file.
+
+    The vertical axes are linear up to 1% and 0.001 nats and logarithmic above: they have to hold both a format that
+    changes nothing and one that destroys the model.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 4.6), dpi=160, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _panel(left, results, [_percent(q.ppl_increase) for q in results], "perplexity increase (%)", 1.0)
+    _panel(right, results, [q.kld for q in results], "KL divergence from 16 bit (nats per token)", 1e-3)
+    windows = f"{run.tokens} tokens in windows of {run.context}, prefill {run.prefill}"
+    figure.suptitle(
+        f"{run.model}: quality against size of the KV cache", x=0.012, ha="left", weight="bold", color=_INK
+    )
+    figure.supxlabel(f"{windows}; bars: 95% intervals", x=0.012, ha="left", fontsize=8, color=_MUTED)
+    _spread_labels(figure, [left, right])
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=suffix.removeprefix("."), facecolor="white")
+    return buffer.getvalue()
+
+
+def _percent(estimate: Estimate) -> Estimate:
+    return estimate.through(lambda x: 100 * x)
+
+
+def _panel(
+    axes: Any, results: Sequence[FormatQuality], values: Sequence[Estimate], label: str, linear: float
+) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("symlog", linthresh=linear, linscale=0.5)
+    for quality, estimate in zip(results, values, strict=True):
+        color = _ACCENT if quality.kv.name == "kv2" else _INK
+        x, y = quality.bits_per_element, estimate.value
+        if estimate.low is not None and estimate.high is not None:
+            axes.vlines(x, estimate.low, estimate.high, color=color, alpha=0.35, linewidth=1.6)
+        axes.plot(x, y, "o", color=color, markersize=6)
+        axes.annotate(quality.kv.name, (x, y), xytext=(7, 3), textcoords="offset points", fontsize=9, color=color)
+    bits = [q.bits_per_element for q in results]
+    axes.set_xlim(min(2.0, min(bits) * 0.9), max(bits) * 1.45)
+    axes.set_xticks([b for b in (2, 3, 4, 6, 8, 12, 16, 24, 32) if axes.get_xlim()[0] <= b <= axes.get_xlim()[1]])
+    plain = FuncFormatter(lambda value, _position: f"{value:g}")
+    axes.xaxis.set_major_formatter(plain)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(plain)
+    axes.axhline(0, color=_MUTED, linewidth=0.8)
+    axes.grid(axis="y", color=_MUTED, alpha=0.18)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK, labelsize=9)
+    axes.set_xlabel("bits per element, 16-bit windows included", color=_INK)
+    axes.set_title(label, loc="left", fontsize=10, color=_INK)
+
+
+def _spread_labels(figure: Any, panels: Sequence[Any]) -> None:
+    """Move labels up until none lies on another. Their extent is known only once the figure is laid out."""
+    figure.draw_without_rendering()
+    for axes in panels:
+        placed: list[Any] = []
+        for label in sorted(axes.texts, key=lambda text: (text.xy[1], text.xy[0])):
+            box = label.get_window_extent()
+            while any(box.overlaps(other) for other in placed):
+                label.xyann = (label.xyann[0], label.xyann[1] + 2)
+                box = label.get_window_extent()
+            placed.append(box)

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import math
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from subten.engine import CacheUsage
+from subten.errors import ParameterError, StorageError
+from subten.evals.outputs import OutputFile
+from subten.evals.plot import quality_plot, require_matplotlib
+from subten.evals.quality import FormatQuality, WindowResult
+from subten.evals.report import Run, quality_table, sha256_of_text, to_json
+from subten.formats import get_format
+
+DOCUMENTED_KEYS = {
+    *("format", "bits_per_element", "perplexity", "perplexity_16bit", "ppl_increase", "kld", "same_top"),
+    *("tokens", "context", "sinks", "recent"),
+}
+
+RUN = Run("tiny", "f" * 64, sha256_of_text("text"), 1024, 4096, 64, "window", 256, "float32", "cpu")
+
+
+def quality(name: str, bits: float, increase: float, kld: float = 0.1, windows: int = 4) -> FormatQuality:
+    results = [
+        WindowResult(
+            nll=3.0 + 0.1 * index + math.log1p(increase),
+            nll_16bit=3.0 + 0.1 * index,
+            kld=kld * (1 + 0.1 * index),
+            same_top=0.9,
+            usage=CacheUsage(1024, 8000, round(1000 * bits), 16_000),
+        )
+        for index in range(windows)
+    ]
+    return FormatQuality(get_format(name, sinks=4, recent=32), tuple(results))
+
+
+def test_rows_have_the_documented_keys_and_units() -> None:
+    (row,) = json.loads(to_json([quality("kv2", 2.5, increase=0.25)], RUN))
+    assert set(row) >= DOCUMENTED_KEYS
+    assert row["format"] == "kv2"
+    assert row["bits_per_element"] == 2.5
+    assert row["ppl_increase"] == pytest.approx(0.25)
+    assert row["perplexity"] == pytest.approx(1.25 * row["perplexity_16bit"])
+    assert row["perplexity_16bit"] == pytest.approx(math.exp(3.15))
+    assert row["kld"] == pytest.approx(0.115)
+    assert row["same_top"] == pytest.approx(0.9)
+    assert (row["tokens"], row["context"], row["sinks"], row["recent"]) == (4096, 1024, 4, 32)
+    assert (row["model"], row["prefill"], row["windows"], row["confidence"]) == ("tiny", "window", 4, 0.95)
+    assert set(row["versions"]) == {"subten", "torch", "python"}
+    low, high = row["kld_interval"]
+    assert low < row["kld"] < high
+
+
+def test_one_window_has_no_interval_and_a_destroyed_model_is_valid_json() -> None:
+    (single,) = json.loads(to_json([quality("kv2", 2.5, 0.1, windows=1)], RUN))
+    assert single["kld_interval"] is None
+    destroyed = FormatQuality(
+        get_format("article2"), (WindowResult(5000.0, 3.0, 99.0, 0.0, CacheUsage(1, 8, 16, 16)),)
+    )
+    (row,) = json.loads(to_json([destroyed], RUN))
+    assert row["perplexity"] is None
+    assert row["ppl_increase"] is None
+
+
+def rendered(results: list[FormatQuality]) -> str:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(quality_table(results, RUN))
+    return console.export_text()
+
+
+def test_the_table_fits_80_columns_and_shows_every_figure() -> None:
+    text = rendered([quality("bf16", 16, 0, kld=0), quality("kv2", 2.5, 0.25), quality("article2", 19, 52.0)])
+    assert "…" not in text
+    for shown in (
+        "tiny",
+        "context 1024",
+        "+25.0%",
+        "[+25.0, +25.0]",
+        "2.500",
+        "0.1150",
+        "90.0%",
+        "+5,200.0%",
+        "23.34",
+    ):
+        assert shown in text
+
+
+def test_a_table_of_one_window_shows_no_brackets() -> None:
+    assert "[" not in rendered([quality("kv2", 2.5, 0.25, windows=1)]).replace("brackets", "")
+
+
+def test_the_picture_is_a_png_of_readable_size() -> None:
+    png = quality_plot([quality("bf16", 16, 0, kld=0), quality("kv2", 2.5, 0.25)], RUN)
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", png[16:24])
+    assert width >= 1200
+    assert height >= 500
+
+
+def test_the_picture_names_every_format_and_no_label_covers_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Any] = []
+    save: Callable[..., None] = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
+    # All at one point: the hardest case for labels.
+    quality_plot([quality(name, 2.5, 0.25) for name in ("kv2", "kivi2", "kv4", "int4")], RUN)
+    for axes in drawn[0].axes:
+        labels = {text.get_text(): text.get_window_extent() for text in axes.texts}
+        assert set(labels) == {"kv2", "kivi2", "kv4", "int4"}
+        boxes = list(labels.values())
+        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_without_matplotlib_one_clear_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ParameterError, match=r"pip install 'subten\[plot\]'"):
+        require_matplotlib(".png")
+
+
+def test_a_picture_of_an_unknown_kind_is_one_clear_error() -> None:
+    with pytest.raises(ParameterError, match=r"can't be a '\.txt' file; it can be \.png"):
+        require_matplotlib(".txt")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_an_output_is_checked_first_and_appears_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    output = OutputFile(path)
+    assert names(tmp_path) == []
+    output.write(b"[]")
+    assert path.read_bytes() == b"[]"
+    assert names(tmp_path) == ["rows.json"]
+
+
+def test_an_existing_file_is_untouched_until_the_write(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(b"old")
+    link = tmp_path / "link.json"
+    link.symlink_to(path)
+    output = OutputFile(link)
+    assert path.read_bytes() == b"old"
+    output.write(b"new")
+    assert path.read_bytes() == b"new"
+    assert link.is_symlink()
+
+
+@pytest.mark.parametrize("name", ["missing/rows.json", "file/rows.json", "folder", "pipe"])
+def test_where_nothing_can_be_written_is_one_clear_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    before = names(tmp_path)
+    with pytest.raises(StorageError, match=f"{name} can't be written: "):
+        OutputFile(tmp_path / name)
+    assert names(tmp_path) == before
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(b"old")
+    output = OutputFile(path)
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(StorageError, match="No space left on device"):
+        output.write(b"new")
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["rows.json"]
