@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 
@@ -131,6 +132,8 @@ def _refuse_unsupported(path: Path, metadata: _Metadata) -> None:
 
 
 def _expert_config(metadata: _Metadata, header: GGUFHeader, count_key: str) -> dict[str, Any]:
+    if metadata.get("expert_gating_func") not in (None, gguf.ExpertGatingFuncType.SOFTMAX):
+        raise UnknownArchitectureError(f"{metadata.path} routes by another function than softmax")
     config: dict[str, Any] = {
         count_key: metadata.integer("expert_count"),
         "num_experts_per_tok": metadata.integer("expert_used_count"),

@@ -51,7 +51,7 @@ class GGUFFile:
         """See `Checkpoint.tokenizer`."""
         from subten.checkpoints.gguf_tokenizer import tokenizer_from_gguf  # imports transformers: two seconds
 
-        return tokenizer_from_gguf(self.path, self.header.metadata)
+        return tokenizer_from_gguf(self.path, self.header.metadata, self.config["vocab_size"])
 
     def _tensor(self, name: str) -> LogicalTensor:
         try:

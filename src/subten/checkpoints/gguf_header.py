@@ -83,7 +83,7 @@ class _Parser:
 
         metadata: dict[str, Any] = {}
         for _ in range(metadata_count):
-            key = self.string("a metadata key")
+            key = self.name("a metadata key")
             if key in metadata:
                 raise CheckpointError(f"{self.path} is damaged: metadata key {key} occurs twice")
             metadata[key] = self.value(self.scalar("<I"), key)
@@ -117,6 +117,13 @@ class _Parser:
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{self.path} is damaged: {what} is not UTF-8") from error
 
+    def name(self, what: str) -> str:
+        """A string that can stand in a message."""
+        name = self.string(what)
+        if not name.isprintable():
+            raise CheckpointError(f"{self.path} is damaged: {name!r} is no name")
+        return name
+
     def value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
             return self.string(key)
@@ -145,7 +152,7 @@ class _Parser:
 
     def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape (rows first; GGUF writes the contiguous dimension first), type number, offset."""
-        name = self.string("a tensor name")
+        name = self.name("a tensor name")
         dims = self.scalar("<I")
         if not 1 <= dims <= MAX_DIMS:
             raise CheckpointError(f"{self.path} is damaged: tensor {name} has {dims} dimensions")

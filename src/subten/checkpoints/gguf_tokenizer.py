@@ -1,8 +1,4 @@
-"""A `transformers` tokenizer from the metadata of a GGUF file, for byte-level BPE.
-
-The regular expressions are those of the original tokenizers, which llama.cpp selects by `tokenizer.ggml.pre`
-(src/llama-vocab.cpp); the Unicode normalisation of Qwen and OLMo, which llama.cpp leaves out, is the original's too.
-"""
+"""A `transformers` tokenizer from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,175 +7,156 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from subten.checkpoints.byte_level_bpe import PRE_TOKENIZERS, PreTokenizer, byte_level_bpe
+from subten.checkpoints.sentencepiece_bpe import sentencepiece_bpe
 from subten.errors import CheckpointError, UnknownArchitectureError
 
-MODEL_KEY = "tokenizer.ggml.model"
-PRE_KEY = "tokenizer.ggml.pre"
-TOKENS_KEY = "tokenizer.ggml.tokens"
-TYPES_KEY = "tokenizer.ggml.token_type"
-MERGES_KEY = "tokenizer.ggml.merges"
-BYTE_LEVEL_BPE = "gpt2"
-# gguf.TokenType
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-SPECIAL_TOKENS = {
-    "bos_token": "tokenizer.ggml.bos_token_id",
-    "eos_token": "tokenizer.ggml.eos_token_id",
-    "unk_token": "tokenizer.ggml.unknown_token_id",
-    "pad_token": "tokenizer.ggml.padding_token_id",
-}
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_CASED_WORD = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + _CONTRACTION + "?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _CONTRACTION + "?"
-)
+PREFIX = "tokenizer.ggml."
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
+ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+TEXT = "$A"
 
 
 @dataclass(frozen=True)
-class PreTokenizer:
-    """How text is cut into words before the merges: one expression after the other cuts what is left.
+class _TokenizerMetadata:
+    """The metadata below `tokenizer.ggml.`, checked as they are read."""
 
-    `ignore_merges`: a word that is a token is taken whole. `add_bos`: whether a begin-of-sequence token is added
-    where the file does not say. `nfc`: whether text is normalised to NFC first.
+    path: Path
+    metadata: Mapping[str, Any]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.metadata.get(PREFIX + key, default)
+
+    def list_of(self, key: str, kind: type, length: int | None = None) -> list[Any]:
+        values = self.get(key)
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+            raise CheckpointError(f"{self.path}: {PREFIX}{key} is no list of {kind.__name__}")
+        if length is not None and len(values) != length:
+            raise CheckpointError(f"{self.path}: {PREFIX}{key} has {len(values)} entries for {length} tokens")
+        return values
+
+    def vocabulary(self) -> dict[str, int]:
+        tokens = self.list_of("tokens", str)
+        vocabulary = {token: index for index, token in enumerate(tokens)}
+        if len(vocabulary) < len(tokens):
+            raise CheckpointError(f"{self.path}: {len(tokens) - len(vocabulary)} of {PREFIX}tokens occur twice")
+        return vocabulary
+
+    def merges(self, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+        merges = []
+        for merge in self.list_of("merges", str):
+            left, _, right = merge.partition(" ")
+            if not all(token in vocabulary for token in (left, right, left + right)):
+                raise CheckpointError(f"{self.path}: merge {merge!r} is not of two tokens that form a third")
+            merges.append((left, right))
+        return merges
+
+    def named_tokens(self, vocabulary: Mapping[str, int]) -> dict[str, str]:
+        """The tokens of `ROLES` that the file names."""
+        tokens = list(vocabulary)
+        named = {}
+        for role, name in ROLES.items():
+            index = self.get(key := f"{name}_token_id")
+            if index is None:
+                continue
+            if not isinstance(index, int) or not 0 <= index < len(tokens):
+                raise CheckpointError(
+                    f"{self.path}: {PREFIX}{key} is {index!r}, expected a token below {len(tokens)}"
+                )
+            named[role] = tokens[index]
+        return named
+
+
+def tokenizer_from_gguf(path: Path, metadata: Mapping[str, Any], vocab_size: int) -> PreTrainedTokenizerBase:
+    """The tokenizer that the metadata of a GGUF file describe: byte-level BPE or SentencePiece BPE.
+
+    `vocab_size` is the number of embeddings, which may exceed that of tokens. Raises UnknownArchitectureError where
+    the tokenizer is of another kind or cuts words in an unknown way, CheckpointError where it is missing or
+    contradicts itself.
     """
-
-    patterns: tuple[str, ...]
-    ignore_merges: bool = False
-    add_bos: bool = False
-    nfc: bool = False
-
-
-_SINGLE_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
-_QWEN2 = PreTokenizer(
-    (_CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACE,), nfc=True
-)
-_LLAMA3 = PreTokenizer(
-    (_CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACE,),
-    ignore_merges=True,
-    add_bos=True,
-)
-PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": PreTokenizer((_GPT2,)),
-    "olmo": PreTokenizer((_GPT2,), nfc=True),
-    "smollm": _SINGLE_DIGITS,
-    "starcoder": _SINGLE_DIGITS,
-    "refact": _SINGLE_DIGITS,  # Granite
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "gpt-4o": PreTokenizer((_CASED_WORD + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACE,)),
-}
-
-
-def tokenizer_from_gguf(path: Path, metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer that the metadata of a GGUF file describe.
-
-    Raises UnknownArchitectureError where it is not byte-level BPE or cuts words in an unknown way, CheckpointError
-    where it is missing or contradicts itself.
-    """
-    model = metadata.get(MODEL_KEY)
+    source = _TokenizerMetadata(path, metadata)
+    model = source.get("model")
     if model is None:
         raise CheckpointError(f"{path} holds no tokenizer")
-    if model != BYTE_LEVEL_BPE:
-        raise UnknownArchitectureError(
-            f"{path}: tokenizer model {model!r} is not supported; supported is {BYTE_LEVEL_BPE} (byte-level BPE)"
-        )
-    pre = metadata.get(PRE_KEY, "default")
-    if pre not in PRE_TOKENIZERS:
-        raise UnknownArchitectureError(
-            f"{path}: pre-tokenizer {pre!r} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"
-        )
-    tokens = _strings(path, metadata, TOKENS_KEY)
-    special = {role: _token(path, metadata, key, tokens) for role, key in SPECIAL_TOKENS.items() if key in metadata}
-    tokenizer = _byte_level_bpe(path, tokens, _merges(path, metadata, tokens), PRE_TOKENIZERS[pre])
-    _add_tokens(path, tokenizer, metadata, tokens)
-    _add_sequence_tokens(path, tokenizer, metadata, special, PRE_TOKENIZERS[pre])
-
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"{path}: tokenizer.chat_template is no string")
+    vocabulary = source.vocabulary()
+    if len(vocabulary) > vocab_size:
+        raise CheckpointError(f"{path} has {len(vocabulary)} tokens and only {vocab_size} embeddings")
+    types = dict(zip(vocabulary, source.list_of("token_type", int, len(vocabulary)), strict=True))
+    named = source.named_tokens(vocabulary)
+    match model:
+        case "gpt2":
+            pre_tokenizer = _pre_tokenizer(source)
+            tokenizer = byte_level_bpe(vocabulary, source.merges(vocabulary), pre_tokenizer)
+            add_bos = pre_tokenizer.add_bos
+        case "llama":
+            tokenizer = _sentencepiece(source, vocabulary, types, named)
+            add_bos = True
+        case other:
+            raise UnknownArchitectureError(
+                f"{path}: tokenizer model {other!r} is not supported; supported are gpt2 (byte-level BPE) "
+                "and llama (SentencePiece BPE)"
+            )
+    # Found in text before it is cut into words.
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=kind != USER_DEFINED)
+            for token, kind in types.items()
+            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+        ]
+    )
+    _set_sequence(source, tokenizer, named, add_bos=add_bos)
     fast: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, chat_template=template, **special
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, chat_template=template, **named
     )
     return fast
 
 
-def _byte_level_bpe(path: Path, tokens: list[str], merges: list[tuple[str, str]], pre: PreTokenizer) -> Tokenizer:
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    if len(vocabulary) < len(tokens):
-        raise CheckpointError(f"{path}: {len(tokens) - len(vocabulary)} tokens of {TOKENS_KEY} occur twice")
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.ignore_merges))
-    if pre.nfc:
-        tokenizer.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.patterns]
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+def _pre_tokenizer(source: _TokenizerMetadata) -> PreTokenizer:
+    name = source.get("pre", "default")
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
+        raise UnknownArchitectureError(
+            f"{source.path}: pre-tokenizer {name!r} is not supported; supported are {', '.join(PRE_TOKENIZERS)}"
+        )
+    return PRE_TOKENIZERS[name]
 
 
-def _merges(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> list[tuple[str, str]]:
-    known = set(tokens)
-    merges = []
-    for merge in _strings(path, metadata, MERGES_KEY):
-        left, separator, right = merge.partition(" ")
-        if not separator or not {left, right, left + right} <= known:
-            raise CheckpointError(f"{path}: merge {merge!r} in {MERGES_KEY} is not of two tokens that form a third")
-        merges.append((left, right))
-    return merges
-
-
-def _add_tokens(path: Path, tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
-    """Tokens that are found in text before it is cut into words: control tokens and those added by users."""
-    types = metadata.get(TYPES_KEY)
-    if not isinstance(types, list) or len(types) != len(tokens):
-        raise CheckpointError(f"{path}: {TYPES_KEY} does not give one type for each of {len(tokens)} tokens")
-    added = [
-        AddedToken(token, normalized=False, special=kind != USER_DEFINED)
-        for token, kind in zip(tokens, types, strict=True)
-        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
-    ]
-    tokenizer.add_tokens(added)
-
-
-def _add_sequence_tokens(
-    path: Path, tokenizer: Tokenizer, metadata: Mapping[str, Any], special: Mapping[str, str], pre: PreTokenizer
-) -> None:
-    """Begin and end of sequence, where the file asks for them; always a template, so that nothing adds its own."""
-    sequence = ["$A"]
-    if metadata.get("tokenizer.ggml.add_bos_token", pre.add_bos):
-        sequence.insert(0, _required(path, special, "bos_token"))
-    if metadata.get("tokenizer.ggml.add_eos_token", False):
-        sequence.append(_required(path, special, "eos_token"))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=sequence,
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in sequence if token != "$A"],
+def _sentencepiece(
+    source: _TokenizerMetadata, vocabulary: dict[str, int], types: Mapping[str, int], named: Mapping[str, str]
+) -> Tokenizer:
+    if source.get("remove_extra_whitespaces", False):
+        raise UnknownArchitectureError(f"{source.path}: a tokenizer that removes white space is not supported")
+    scores = zip(vocabulary, source.list_of("scores", float, len(vocabulary)), strict=True)
+    return sentencepiece_bpe(
+        vocabulary,
+        {piece: score for piece, score in scores if types[piece] == NORMAL},
+        named.get("unk_token"),
+        space_prefix=bool(source.get("add_space_prefix", True)),
     )
 
 
-def _required(path: Path, special: Mapping[str, str], role: str) -> str:
-    if role not in special:
-        raise CheckpointError(f"{path}: the tokenizer adds a {role} and does not say which it is")
-    return special[role]
+def _set_sequence(
+    source: _TokenizerMetadata, tokenizer: Tokenizer, named: Mapping[str, str], *, add_bos: bool
+) -> None:
+    """Begin and end of sequence, where the file asks for them; always a template, so that nothing adds its own."""
+    sequence = [TEXT]
+    if source.get("add_bos_token", add_bos):
+        sequence.insert(0, _required(source, named, "bos_token"))
+    if source.get("add_eos_token", False):
+        sequence.append(_required(source, named, "eos_token"))
+    added = [(token, tokenizer.token_to_id(token)) for token in sequence if token != TEXT]
+    try:
+        tokenizer.post_processor = processors.TemplateProcessing(single=sequence, special_tokens=added)
+    except ValueError as error:
+        raise CheckpointError(f"{source.path}: {added} can't begin or end a sequence ({error})") from error
 
 
-def _token(path: Path, metadata: Mapping[str, Any], key: str, tokens: list[str]) -> str:
-    index = metadata[key]
-    if not isinstance(index, int) or not 0 <= index < len(tokens):
-        raise CheckpointError(f"{path}: {key} is {index!r}, expected a token below {len(tokens)}")
-    return tokens[index]
-
-
-def _strings(path: Path, metadata: Mapping[str, Any], key: str) -> list[str]:
-    values = metadata.get(key)
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise CheckpointError(f"{path}: {key} is no list of strings")
-    return values
+def _required(source: _TokenizerMetadata, named: Mapping[str, str], role: str) -> str:
+    if role not in named:
+        raise CheckpointError(f"{source.path}: the tokenizer adds a {role} and does not say which it is")
+    return named[role]

@@ -54,6 +54,8 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _stored_tensor(path: Path, start: int, name: str, entry: Any) -> StoredTensor:
+    if not name.isprintable():
+        raise CheckpointError(f"{path} is damaged: {name!r} is no tensor name")
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if all(
             isinstance(extent, int) and extent >= 0 for extent in shape

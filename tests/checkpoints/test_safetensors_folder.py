@@ -1,0 +1,191 @@
+"""Folders of safetensors: whole, sharded, in every float type, quantised to FP8."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import CASES, save_folder, tiny_model
+
+from subten.checkpoints import fp8, open_checkpoint
+from subten.errors import CheckpointError, UnknownArchitectureError
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def make_folder(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any] | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config or {}))
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reads_what_transformers_saved(case: str, root: Path) -> None:
+    folder = save_folder(case, root)
+    checkpoint = open_checkpoint(folder)
+    expected = load_file(folder / "model.safetensors")
+    assert checkpoint.names() == expected.keys()
+    assert checkpoint.config == json.loads((folder / "config.json").read_text())
+    for name, tensor in expected.items():
+        assert checkpoint.shape(name) == tuple(tensor.shape)
+        assert torch.equal(checkpoint.load(name), tensor)
+
+
+def test_shards_read_as_one_model(root: Path, tmp_path: Path) -> None:
+    whole = open_checkpoint(save_folder("qwen3moe", root))
+    tiny_model("qwen3moe").save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
+    sharded = open_checkpoint(tmp_path)
+    assert sharded.names() == whole.names()
+    assert all(torch.equal(sharded.load(name), whole.load(name)) for name in whole.names())
+    assert sharded.fingerprint == whole.fingerprint
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
+def test_float_types(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
+    values = torch.randn(5, 7).to(stored)
+    loaded = open_checkpoint(make_folder(tmp_path, {"x": values, "empty": values[:0]})).load("x", wanted)
+    assert loaded.dtype == wanted
+    assert torch.equal(loaded, values.to(wanted))
+
+
+def test_a_file_of_any_name_will_do_where_it_is_the_only_one(tmp_path: Path) -> None:
+    make_folder(tmp_path, {"x": torch.ones(2)})
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    assert open_checkpoint(tmp_path).names() == {"x"}
+    save_file({"y": torch.ones(2)}, tmp_path / "more.safetensors")
+    with pytest.raises(CheckpointError, match=r"2 safetensors files and no model.safetensors.index.json"):
+        open_checkpoint(tmp_path)
+
+
+def test_unknown_tensor_is_named(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_folder(tmp_path, {"x": torch.ones(2)}))
+    with pytest.raises(CheckpointError, match="holds no tensor y"):
+        checkpoint.load("y")
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_folder(tmp_path, {"x": torch.ones(2, dtype=torch.int64)}))
+    with pytest.raises(CheckpointError, match="tensor x has type I64"):
+        checkpoint.load("x")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite(value: float, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_folder(tmp_path, {"x": torch.tensor([0.0, value])}))
+    with pytest.raises(CheckpointError, match="tensor x holds NaN or infinite values"):
+        checkpoint.load("x")
+
+
+def test_values_that_the_type_asked_for_cannot_hold(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_folder(tmp_path, {"x": torch.tensor([1e5])}))
+    assert checkpoint.load("x", torch.bfloat16).isfinite().all()
+    with pytest.raises(CheckpointError, match=r"beyond the range of torch.float16; load it as bfloat16"):
+        checkpoint.load("x", torch.float16)
+
+
+def test_fingerprint_depends_on_names_shapes_types_and_bytes(tmp_path: Path) -> None:
+    variants = [
+        {"x": torch.zeros(4, 600), "y": torch.zeros(4)},
+        {"x": torch.zeros(4, 600), "z": torch.zeros(4)},
+        {"x": torch.zeros(600, 4), "y": torch.zeros(4)},
+        {"x": torch.zeros(4, 600), "y": torch.zeros(8, dtype=torch.float16)},
+        {"x": torch.eye(4, 600), "y": torch.zeros(4)},
+        {"x": torch.zeros(4, 600), "y": torch.ones(4)},
+    ]
+    prints = [
+        open_checkpoint(make_folder(tmp_path / f"{index}", tensors)).fingerprint
+        for index, tensors in enumerate(variants)
+    ]
+    assert len(set(prints)) == len(variants)
+    assert all(len(bytes.fromhex(value)) == 32 for value in prints)
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (200, 130), (1, 5), (3, 200, 130)], ids=str)
+@pytest.mark.parametrize("layout", ["blocks", "channels", "channels-flat"])
+def test_fp8_weights_are_scaled(shape: tuple[int, ...], layout: str, tmp_path: Path) -> None:
+    weight = torch.randn(shape) * torch.rand(*shape[:-1], 1)
+    codes, scale = fp8.quantise_blocks(weight) if layout == "blocks" else fp8.quantise_channels(weight)
+    suffix = "weight_scale_inv" if layout == "blocks" else "weight_scale"
+    tensors = {
+        "a.weight": codes,
+        f"a.{suffix}": scale.squeeze(-1) if layout == "channels-flat" else scale,
+        "a.input_scale": torch.ones(1),
+        "b.weight": torch.ones(3),
+    }
+    quantisation = {"quant_method": "fp8" if layout == "blocks" else "compressed-tensors"}
+    checkpoint = open_checkpoint(make_folder(tmp_path, tensors, {"quantization_config": quantisation}))
+    assert checkpoint.names() == {"a.weight", "b.weight"}
+    assert checkpoint.shape("a.weight") == shape
+    expected = fp8.dequantise_blocks(codes, scale) if layout == "blocks" else codes.float() * scale
+    assert torch.equal(checkpoint.load("a.weight"), expected)
+    assert torch.allclose(expected, weight, rtol=2**-4, atol=float(weight.abs().max()) * 2**-9)
+
+
+def test_fp8_block_size_of_the_config(tmp_path: Path) -> None:
+    codes, scale = fp8.quantise_blocks(torch.randn(48, 33), (16, 32))
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 32]}}
+    tensors = {"experts.gate_up_proj": codes, "experts.gate_up_proj_scale_inv": scale}
+    checkpoint = open_checkpoint(make_folder(tmp_path, tensors, config))
+    assert torch.equal(checkpoint.load("experts.gate_up_proj"), fp8.dequantise_blocks(codes, scale, (16, 32)))
+
+
+def test_fp8_with_one_scale_for_all(tmp_path: Path) -> None:
+    codes = torch.randn(6, 4).to(fp8.E4M3)
+    for index, scale in enumerate((torch.tensor(0.5), torch.tensor([0.5]))):
+        folder = make_folder(tmp_path / f"{index}", {"a.weight": codes, "a.weight_scale": scale})
+        assert torch.equal(open_checkpoint(folder).load("a.weight"), codes.float() * 0.5)
+
+
+def test_fp8_nan_is_found(tmp_path: Path) -> None:
+    codes = torch.tensor([[float("nan"), 1.0]]).to(fp8.E4M3)
+    checkpoint = open_checkpoint(make_folder(tmp_path, {"a.weight": codes, "a.weight_scale": torch.ones(1, 1)}))
+    with pytest.raises(CheckpointError, match=r"tensor a.weight holds NaN"):
+        checkpoint.load("a.weight")
+
+
+@pytest.mark.parametrize(
+    ("scale_name", "scale_shape", "message"),
+    [
+        ("b.weight_scale", (4, 1), "FP8 tensor a.weight has no scale; expected a.weight_scale or a.weight_scale_inv"),
+        ("a.weight_scale", (3, 1), r"of shape \[3, 1\] does not fit a.weight of shape \[4, 8\] \(one scale per out"),
+        ("a.weight_scale", (8,), "does not fit"),
+        ("a.weight_scale_inv", (4, 1), r"\(blocks of 128x128\)"),
+    ],
+)
+def test_fp8_scale_missing_or_of_the_wrong_shape(
+    scale_name: str, scale_shape: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
+    folder = make_folder(tmp_path, {"a.weight": torch.ones(4, 8).to(fp8.E4M3), scale_name: torch.ones(scale_shape)})
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("quantisation", [{"quant_method": "awq", "bits": 4}, {}, "fp8"])
+def test_other_quantisation_is_refused(quantisation: object, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, {"x": torch.ones(2)}, {"quantization_config": quantisation})
+    with pytest.raises(UnknownArchitectureError, match="supported are FP8 weights"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("block", [[128], [0, 128], "128x128"])
+def test_block_size_that_is_none(block: object, tmp_path: Path) -> None:
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+    with pytest.raises(CheckpointError, match="expected two positive integers"):
+        open_checkpoint(make_folder(tmp_path, {"x": torch.ones(2)}, config))
+
+
+def test_missing_tokenizer_is_one_line(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, {"x": torch.ones(2)}, {"model_type": "llama"})
+    with pytest.raises(CheckpointError, match=r"the tokenizer in .* can't be loaded") as caught:
+        open_checkpoint(folder).tokenizer()
+    assert "\n" not in str(caught.value)
