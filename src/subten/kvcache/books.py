@@ -151,6 +151,10 @@ class CacheBooks:
         """Tokens that each live sequence holds."""
         return tuple(s.length for s in self._sequences.values())
 
+    def held_pages(self) -> int:
+        """Distinct pages that live sequences hold; a page shared by forks counts once."""
+        return len({page for s in self._sequences.values() for page in s.pages})
+
     # --- snapshots -------------------------------------------------------------------------------------------
 
     def snapshot(self, sequence: int) -> CopyPlan:

@@ -1,0 +1,108 @@
+"""From a name or path to a model that can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from subten.checkpoints import open_checkpoint, resolve_model
+from subten.engine.tokenizer import Tokenizer
+from subten.errors import ParameterError
+from subten.formats import CacheGeometry
+from subten.kernels.select import Kernels, select_kernels
+from subten.models.decoder import Decoder
+from subten.models.families import spec_from_config
+from subten.models.spec import DecoderSpec
+from subten.models.weights import load_weights
+
+_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory. Several caches, of several formats, may share one."""
+
+    name: str
+    path: Path
+    spec: DecoderSpec
+    decoder: Decoder
+    tokenizer: Tokenizer
+    fingerprint: str
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Kernels
+
+    @property
+    def geometry(self) -> CacheGeometry:
+        """What the size of its cache depends on."""
+        return CacheGeometry(self.spec.num_layers, self.spec.attention.num_kv_heads, self.spec.attention.head_dim)
+
+
+def load_model(
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    kernels: Mapping[str, str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> LoadedModel:
+    """Load weights and tokenizer, and choose the kernels.
+
+    Args:
+        model: a folder, a .gguf file, or the alias of a pulled model.
+        dtype: compute type; "auto" is float32 on a CPU and bfloat16 on a GPU.
+        device: "auto" takes a GPU where there is one.
+        kernels: operation -> implementation, to insist on one.
+        progress: called with (tensors loaded, tensors in all).
+
+    Raises:
+        SubtenError: a subclass says what is wrong with the model, the device or the kernels asked for.
+    """
+    target = _device(device)
+    compute = _dtype(dtype, target)
+    chosen = select_kernels(target, kernels)
+    path = resolve_model(str(model))
+    checkpoint = open_checkpoint(path)
+    spec = spec_from_config(checkpoint.config)
+    weights = load_weights(checkpoint, spec, dtype=compute, device=target, progress=progress)
+    return LoadedModel(
+        name=path.stem if path.is_file() else path.name,
+        path=path,
+        spec=spec,
+        decoder=Decoder(spec, weights, chosen),
+        tokenizer=Tokenizer.from_checkpoint(checkpoint),
+        fingerprint=checkpoint.fingerprint,
+        dtype=compute,
+        device=target,
+        kernels=chosen,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ParameterError(f"there is no device '{name}'; use auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ParameterError(f"device '{name}' is not supported; use auto, cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ParameterError("device 'cuda' was asked for, but torch sees no CUDA GPU; use auto or cpu")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in _DTYPES:
+        raise ParameterError(f"there is no dtype '{name}'; use auto or one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]

@@ -1,0 +1,109 @@
+"""Carries out plans: copies first, then one pass of the decoder over a ragged batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from subten.engine.calibrate import Calibration
+from subten.engine.loading import LoadedModel
+from subten.formats import PageLayout
+from subten.kernels.attention import AttentionInputs, LayerCache, PrefillRule
+from subten.kvcache import AppendPlan, CacheStorage, CopyPlan
+from subten.models.decoder import StepInputs
+
+
+@dataclass(frozen=True)
+class Work:
+    """One sequence's part of a step: where its tokens go, and which they are."""
+
+    plan: AppendPlan
+    token_ids: Sequence[int]
+
+
+class Runner:
+    """A model, a cache's memory, and nothing that decides anything.
+
+    Args:
+        model: the model.
+        layout: page layout of the cache's format.
+        num_pages: pages to allocate.
+        num_windows: window slots to allocate.
+        calibration: which key channels are kept in 16 bit; needed where the format keeps any.
+        rule: what a prefill sees of its own chunk.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        layout: PageLayout,
+        num_pages: int,
+        num_windows: int,
+        calibration: Calibration | None,
+        rule: PrefillRule,
+    ) -> None:
+        self._model = model
+        self._rule = rule
+        self.storage = CacheStorage(layout, model.geometry, num_pages, num_windows, model.device)
+        geometry = model.geometry
+        kept = torch.zeros(geometry.num_layers, geometry.num_kv_heads, 0, dtype=torch.int64)
+        if calibration is not None:
+            kept = calibration.kept_channels(layout.format)
+        kept = kept.to(model.device)
+        self._layers = tuple(
+            LayerCache(*self.storage.layer(index), kept[index], layout) for index in range(geometry.num_layers)
+        )
+
+    def copy(self, copies: CopyPlan) -> None:
+        """Carry out copies that belong to no step (a fork, a snapshot, a prefix hit)."""
+        self.storage.apply(copies)
+
+    @torch.inference_mode()
+    def run(self, batch: Sequence[Work], *, all_logits: bool = False) -> Tensor:
+        """One step.
+
+        Args:
+            batch: at least one sequence, each with at least one token.
+            all_logits: logits of every token instead of each sequence's last.
+
+        Returns:
+            float32 [tokens or batch, vocab].
+        """
+        for work in batch:
+            self.storage.apply(work.plan.copies)
+        inputs = self._inputs(batch)
+        hidden = self._model.decoder.forward(inputs, self._layers)
+        if not all_logits:
+            hidden = hidden[inputs.attention.query_start[1:].long() - 1]
+        return self._model.decoder.logits(hidden)
+
+    def _inputs(self, batch: Sequence[Work]) -> StepInputs:
+        device = self._model.device
+        starts = [0]
+        tokens: list[int] = []
+        positions: list[int] = []
+        for work in batch:
+            tokens += work.token_ids
+            context = work.plan.context_len
+            positions += range(context, context + len(work.token_ids))
+            starts.append(len(tokens))
+        width = max(1, max(len(work.plan.block_table) for work in batch))
+        tables = [[*w.plan.block_table, *[0] * (width - len(w.plan.block_table))] for w in batch]
+
+        def int32(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        return StepInputs(
+            token_ids=torch.tensor(tokens, device=device),
+            positions=torch.tensor(positions, device=device),
+            attention=AttentionInputs(
+                query_start=int32(starts),
+                context_len=int32([work.plan.context_len for work in batch]),
+                block_table=int32(tables),
+                window_slot=int32([work.plan.window_slot for work in batch]),
+                rule=self._rule,
+            ),
+        )

@@ -1,0 +1,87 @@
+"""The rooms import downwards only. Function-level and TYPE_CHECKING imports count."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import subten
+
+PACKAGE = Path(subten.__file__).parent
+
+# room -> what it may import directly; it may also import what those may import.
+MAY_IMPORT = {
+    "__init__": {"engine", "formats", "errors"},
+    "errors": set(),
+    "config": {"errors"},
+    "formats": {"errors"},
+    "kernels": {"formats"},
+    "kvcache": {"formats"},
+    "checkpoints": {"formats", "config"},
+    "models": {"kernels", "checkpoints"},
+    "engine": {"models", "kvcache"},
+    "evals": {"engine"},
+    "cli": {"evals", "engine", "config"},
+    "__main__": {"cli"},
+}
+NO_TORCH = {"errors", "config"}
+
+
+def reachable(room: str) -> set[str]:
+    found = {room}
+    for below in MAY_IMPORT[room]:
+        found |= reachable(below)
+    return found
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(path: Path) -> list[str]:
+    modules: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} uses a relative import; write the full name"
+            module = node.module or ""
+            modules.append(module)
+            if module == "subten":
+                modules += [f"subten.{alias.name}" for alias in node.names]
+    return modules
+
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_rooms_import_downwards(path: Path) -> None:
+    room = room_of(path)
+    for module in imported_modules(path):
+        parts = module.split(".")
+        if parts[0] == "subten" and len(parts) > 1 and parts[1] in MAY_IMPORT:
+            assert parts[1] in reachable(room), f"{room} imports {module}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_settings_and_errors_are_free_of_torch(path: Path) -> None:
+    if room_of(path) in NO_TORCH:
+        assert not {m.split(".")[0] for m in imported_modules(path)} & {"torch", "triton"}
+
+
+def test_only_kernels_import_triton() -> None:
+    importers = {room_of(p) for p in SOURCES if any(m.split(".")[0] == "triton" for m in imported_modules(p))}
+    assert importers <= {"kernels"}
+
+
+def test_every_room_is_known() -> None:
+    assert {room_of(path) for path in SOURCES} <= set(MAY_IMPORT)
+
+
+def test_the_rule_can_fail() -> None:
+    assert "engine" not in reachable("formats")
+    assert "kernels" not in reachable("kvcache")
+    assert "formats" in reachable("engine")
