@@ -127,7 +127,11 @@ def _least_squares(x: Tensor, bits: int) -> Quantized:
 
     After the Hadamard transform a row is close to Gaussian, so the grid needs no search; the refit by linear
     regression of the row on its codes removes the bias that is left (a "norm correction").
+
+    Elements saturate at a quarter of fp16's range: the fitted line starts at up to three times the largest
+    element, and an offset that saturated beside a scale that does not would shift the whole row.
     """
+    x = x.clamp(-_F16_MAX / 4, _F16_MAX / 4)
     mean = x.mean(-1, keepdim=True)
     centred = x - mean
     step = centred.square().mean(-1, keepdim=True).sqrt() * GAUSSIAN_STEP[bits]
