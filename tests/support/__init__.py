@@ -1,0 +1,1 @@
+"""Builders, strategies and slow independent definitions that several test folders share."""

@@ -1,0 +1,69 @@
+"""Page layouts, keys and values, and page records to test with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from subten.formats import FORMATS, PAGE_SIZE, KVFormat, PageLayout
+from subten.formats.codec import decode_keys, decode_values, reconstruct_keys, reconstruct_values, write_tokens
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+FORMAT_NAMES = tuple(FORMATS)
+CODED_NAMES = tuple(name for name, fmt in FORMATS.items() if not fmt.lossless)
+CPU = torch.device("cpu")
+
+POISON = 0xFF
+"""Byte of memory that nobody wrote: NaN as bf16, fp16, float32 and e4m3."""
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=generator(seed))
+
+
+def keys_with_bias(tokens: int, heads: int, head_dim: int, seed: int = 0) -> Tensor:
+    """Keys as models have them: channels of different strength, a strong bias in a few, tokens of any norm."""
+    noise = torch.randn(tokens, heads, head_dim, generator=generator(seed))
+    strength = torch.rand(heads, head_dim, generator=generator(seed + 1)) + 0.5
+    bias = torch.randn(heads, head_dim, generator=generator(seed + 2)) * (strength > 1.4) * 8
+    norm = torch.rand(tokens, heads, 1, generator=generator(seed + 3)) + 0.5
+    return (noise * strength + bias) * norm
+
+
+def kept_channels(layout: PageLayout, heads: int, seed: int = 0) -> Tensor:
+    """Another pair for every head, as calibration would choose them."""
+    half, pairs = layout.head_dim // 2, layout.format.key.kept_pairs
+    first = torch.stack([torch.randperm(half, generator=generator(seed + h))[:pairs] for h in range(heads)])
+    return torch.cat([first, first + half], dim=-1)
+
+
+def poisoned_records(layout: PageLayout, pages: int, heads: int) -> Tensor:
+    return torch.full((pages, heads, layout.record_bytes), POISON, dtype=torch.uint8)
+
+
+def encode(layout: PageLayout, keys: Tensor, values: Tensor, kept: Tensor, step: int | None = None) -> Tensor:
+    """Records [pages, heads, record_bytes] of tokens that are written `step` at a time, into poisoned memory."""
+    pages = -(-keys.shape[0] // PAGE_SIZE)
+    records = poisoned_records(layout, pages, keys.shape[1])
+    table = torch.arange(pages)
+    for first in range(0, keys.shape[0], step or keys.shape[0]):
+        part = slice(first, first + (step or keys.shape[0]))
+        write_tokens(records, keys[part], values[part], first, kept, layout, table)
+    return records
+
+
+def reconstruct(layout: PageLayout, records: Tensor, kept: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [tokens, heads, head_dim] that attention sees in these records, float32."""
+    by_head = records.transpose(0, 1)
+    keys = reconstruct_keys(decode_keys(by_head, layout), kept, layout)
+    values = reconstruct_values(decode_values(by_head, layout), layout)
+    return keys[:, :tokens].transpose(0, 1), values[:, :tokens].transpose(0, 1)
+
+
+def granular(fmt: KVFormat, tokens: int) -> int:
+    """The largest number of tokens up to `tokens` that the format can code."""
+    return tokens - tokens % fmt.granularity
