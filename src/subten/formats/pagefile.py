@@ -11,6 +11,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,7 +56,7 @@ def load_pages(data: bytes, layout: PageLayout, geometry: CacheGeometry) -> Tens
     end = start + int.from_bytes(data[len(MAGIC) : start], "little")
     try:
         header: Any = json.loads(data[start:end])
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict):
         raise PageFormatError("the page file's header is damaged; write the pages again")
@@ -71,7 +72,7 @@ def load_pages(data: bytes, layout: PageLayout, geometry: CacheGeometry) -> Tens
         raise PageFormatError(f"the page file is cut short: {len(payload)} bytes of {count} pages of {page_bytes}")
     if hashlib.sha256(payload).hexdigest() != header.get("sha256"):
         raise PageFormatError("the page file's bytes do not match their checksum; write the pages again")
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8).reshape(count, page_bytes)
+    return torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).reshape(count, page_bytes).copy())
 
 
 def _description(layout: PageLayout, geometry: CacheGeometry) -> dict[str, Any]:
