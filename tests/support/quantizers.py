@@ -124,8 +124,9 @@ def in_groups(row: Array, group: int, code: Callable[[Array], Coded]) -> Coded:
 def take_out_largest(page: Array, fraction: float) -> tuple[Array, Array]:
     """The article's override: the core with its largest magnitudes zeroed, and those alone as fp16."""
     count = max(1, round(page.size * fraction))
-    threshold = np.sort(np.abs(page).ravel())[-count]
-    outlier = np.abs(page) >= threshold
+    magnitudes = np.sort(np.abs(page).ravel())
+    assert magnitudes[-count - 1] < magnitudes[-count], "which of two equal elements is taken is not defined"
+    outlier = np.abs(page) >= magnitudes[-count]
     return np.where(outlier, 0, page), np.where(outlier, page.astype(np.float16).astype(np.float64), 0)
 
 
