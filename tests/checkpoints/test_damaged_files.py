@@ -16,7 +16,7 @@ from gguf_writer import write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from tiny_models import save_folder
+from saved_models import save_folder
 from tiny_tokenizers import add_byte_level_bpe
 
 from subten.checkpoints import open_checkpoint

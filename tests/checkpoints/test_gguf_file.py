@@ -11,7 +11,7 @@ import torch
 import transformers
 from gguf_writer import write_gguf
 from safetensors.torch import load_file, save_file
-from tiny_models import CASES, VOCAB_SIZE, save_folder, tiny_model
+from saved_models import CASES, VOCAB_SIZE, save_folder, tiny_model
 
 from subten.checkpoints import gguf_tensors, open_checkpoint
 from subten.checkpoints.gguf_header import can_dequantise, read_gguf_header

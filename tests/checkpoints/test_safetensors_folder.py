@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import CASES, save_folder, tiny_model
+from saved_models import CASES, save_folder, tiny_model
 
 from subten.checkpoints import fp8, open_checkpoint
 from subten.errors import CheckpointError, UnknownArchitectureError

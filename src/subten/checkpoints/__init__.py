@@ -2,7 +2,7 @@
 
 from subten.checkpoints.checkpoint import Checkpoint
 from subten.checkpoints.opening import open_checkpoint
-from subten.checkpoints.pull import Origin, pull, read_origin, resolve_model
+from subten.checkpoints.pulling import Origin, pull, read_origin, resolve_model
 from subten.checkpoints.sources import MODELS, ModelSource
 
 __all__ = [

@@ -166,11 +166,7 @@ def _fetch_from(place: Place, model: ModelSource, staging: Path, progress: Progr
 
 
 def _replace(target: Path, folder: Path, staging: Path) -> None:
+    """Put `folder` where `target` is or will be; an older pull goes to `staging`, to be deleted with it."""
     if target.exists():
         target.rename(staging / "replaced")
-    try:
-        folder.rename(target)
-    except OSError:
-        # Another process pulled the same model meanwhile.
-        if read_origin(target) is None:
-            raise
+    folder.rename(target)
