@@ -69,6 +69,12 @@ def test_equals_the_dense_computation(count, num_experts, top_k, renormalize, sh
     torch.testing.assert_close(moe_reference(x, weights).double(), dense_in_float64(x, weights), atol=3e-6, rtol=1e-5)
 
 
+def test_float64_is_computed_in_float64():
+    weights = block(RouterSpec(6, 2, False), shared=12, dtype=torch.float64)
+    x = tokens(9).double()
+    torch.testing.assert_close(moe_reference(x, weights), dense_in_float64(x, weights), atol=1e-14, rtol=1e-13)
+
+
 def test_bfloat16_result_is_close_and_in_bfloat16():
     weights = block(RouterSpec(6, 2, True), shared=12, dtype=torch.bfloat16)
     x = tokens(16).bfloat16()

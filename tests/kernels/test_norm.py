@@ -11,7 +11,7 @@ def exact(x, weight, eps):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 8), (5, 96), (3, 4, 64), (0, 16)])
 def test_equals_the_definition_but_for_one_rounding(shape, dtype):
     generator = torch.Generator().manual_seed(0)
@@ -20,9 +20,10 @@ def test_equals_the_definition_but_for_one_rounding(shape, dtype):
     result = rms_norm_reference(x, weight, 1e-5)
     assert result.dtype == dtype
     assert result.shape == x.shape
-    # Float32 arithmetic adds a few float32 roundings to the final one.
-    tolerance = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
-    torch.testing.assert_close(result.double(), exact(x, weight, 1e-5), rtol=tolerance, atol=1e-9)
+    # The arithmetic, float32 or better, adds a few roundings to the final one.
+    inner = torch.promote_types(dtype, torch.float32)
+    tolerance = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(inner).eps
+    torch.testing.assert_close(result.double(), exact(x, weight, 1e-5), rtol=tolerance, atol=0)
 
 
 def test_half_precision_inputs_do_not_overflow_in_the_mean_square():

@@ -77,6 +77,14 @@ def test_bfloat16_is_rounded_once():
     assert torch.equal(rotate(x, positions, spec), rotate(x.float(), positions, spec).bfloat16())
 
 
+def test_float64_is_rotated_in_float64():
+    x = torch.randn(4, 2, 64, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    cos, sin = rope_table(RopeSpec(head_dim=64, theta=10_000.0), 100, CPU).at(torch.tensor([3, 7, 50, 99]))
+    rotated, _ = rope_reference(x, x, cos, sin)
+    pairs = torch.complex(x[..., :32], x[..., 32:]) * torch.complex(cos.double(), sin.double())[:, None]
+    torch.testing.assert_close(rotated, torch.cat([pairs.real, pairs.imag], dim=-1), atol=1e-15, rtol=1e-15)
+
+
 def test_linear_scaling_stretches_positions():
     plain, stretched = RopeSpec(16, 10_000.0), RopeSpec(16, 10_000.0, LinearScaling(factor=4.0))
     torch.testing.assert_close(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import CASES, build, decoder_of, ragged_inputs, random_tokens
+from tests.models.tiny_models import CASES, build, decoder_of, ragged_inputs, random_tokens
 
 from subten.checkpoints import open_checkpoint
 from subten.models import FAMILIES

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import CASES, CPU, MemoryCheckpoint, build, decoder_of, ragged_inputs, random_tokens
+from tests.models.tiny_models import CASES, CPU, MemoryCheckpoint, build, decoder_of, ragged_inputs, random_tokens
 
 from subten.errors import CheckpointError
 from subten.models import count_parameters, load_weights, spec_from_config

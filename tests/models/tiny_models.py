@@ -126,10 +126,13 @@ CASES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
 """Name -> configuration class and what differs from `_SIZES`; the name begins with the model type."""
 
 
-def build(case: str, seed: int = 0) -> transformers.PreTrainedModel:
-    """A model of transformers with random float32 weights: logits of order one, biases and norms not trivial."""
+def build(case: str, seed: int = 0, **sizes: Any) -> transformers.PreTrainedModel:
+    """A model of transformers with random float32 weights: logits of order one, biases and norms not trivial.
+
+    `sizes` replace those of the case.
+    """
     config_class, changes = CASES[case]
-    config = config_class(**{**_SIZES, **changes})
+    config = config_class(**{**_SIZES, **changes, **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

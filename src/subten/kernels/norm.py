@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from subten.kernels.precision import at_least_float32
+
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row of `x` [..., width] to unit root mean square, then by `weight` [width].
 
-    Computed in float32 and rounded once, to x's dtype.
+    Computed in float32 at least and rounded once, to x's dtype.
     """
-    wide = x.float()
+    wide = at_least_float32(x)
     mean_square = wide.square().mean(dim=-1, keepdim=True)
-    return (wide * torch.rsqrt(mean_square + eps) * weight.float()).to(x.dtype)
+    return (wide * torch.rsqrt(mean_square + eps) * weight).to(x.dtype)
 
 
 def rms_norm_flops(num_rows: int, width: int) -> int:

@@ -13,6 +13,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from subten.kernels.precision import at_least_float32
+
 
 class RopeScaling(Protocol):
     """A change of the frequencies that makes room for more positions than the model was first trained on."""
@@ -143,13 +145,14 @@ def rope_table(spec: RopeSpec, num_positions: int, device: torch.device) -> Rope
 def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate `q` [tokens, num_heads, head_dim] and `k` [tokens, num_kv_heads, head_dim].
 
-    `cos` and `sin` are float32 [tokens, head_dim/2]. Computed in float32, rounded once to the input's dtype.
+    `cos` and `sin` are float32 [tokens, head_dim/2]. Computed in float32 at least, and rounded once to the
+    input's dtype.
     """
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = at_least_float32(x).chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 

@@ -8,23 +8,25 @@ from torch import Tensor
 
 from subten.kernels.moe.inputs import MoEWeights, RouterSpec
 from subten.kernels.moe.router import route
+from subten.kernels.precision import at_least_float32
 
 
 def moe_reference(x: Tensor, weights: MoEWeights) -> Tensor:
     """Mix the SwiGLU experts of each token of `x` [tokens, hidden]; returns the same shape and dtype.
 
     Each expert that was chosen at all is visited once, in ascending order, with the tokens routed to it. The
-    experts' outputs are summed in float32 and rounded once, so a token's result depends on the rest of the
-    batch only through the shape of the matrix products. A NaN in one token stays in that token.
+    experts' outputs are summed in float32 (float64 for float64 tokens) and rounded once, so a token's result
+    depends on the rest of the batch only through the shape of the matrix products. A NaN in one token stays in
+    that token.
     """
     experts, expert_weights = route(F.linear(x, weights.router), weights.rule)
-    output = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    output = torch.zeros_like(at_least_float32(x))
     for expert in sorted(set(experts.flatten().tolist())):
         tokens, choice = (experts == expert).nonzero(as_tuple=True)
         visited = _swiglu(x[tokens], weights.gate_up[expert], weights.down[expert])
-        output.index_add_(0, tokens, visited.float() * expert_weights[tokens, choice, None])
+        output.index_add_(0, tokens, at_least_float32(visited) * expert_weights[tokens, choice, None])
     if weights.shared is not None:
-        gate = torch.sigmoid(F.linear(x, weights.shared.gate).float())
+        gate = torch.sigmoid(at_least_float32(F.linear(x, weights.shared.gate)))
         output += gate * _swiglu(x, weights.shared.gate_up, weights.shared.down)
     return output.to(x.dtype)
 

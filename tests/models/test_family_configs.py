@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tiny_models import CASES, build
+from tests.models.tiny_models import CASES, build
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from subten.errors import CheckpointError, UnknownArchitectureError
@@ -73,7 +73,9 @@ ROPE_VARIANTS = [
         "mscale": 0.707,
         "mscale_all_dim": 1.3,
     },
+    # The blend begins before the first channel, or ends behind the last.
     {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 16},
+    {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 131_072},
 ]
 
 
@@ -124,12 +126,13 @@ def test_the_architecture_name_alone_is_enough(case):
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "mixtral", "olmoe"])
 def test_defaults_are_those_of_transformers(case):
     config = stored_config(case)
-    optional = ("rms_norm_eps", "rope_parameters", "tie_word_embeddings", "hidden_act", "attention_bias")
+    optional = ("rms_norm_eps", "rope_parameters", "tie_word_embeddings", "hidden_act", "attention_bias", "head_dim")
     spec = spec_from_config({key: value for key, value in config.items() if key not in optional})
     theirs = CASES[case][0]()
     assert spec.norm_eps == theirs.rms_norm_eps
     assert spec.rope.theta == theirs.rope_parameters["rope_theta"]
     assert spec.tied_embeddings == theirs.tie_word_embeddings
+    assert spec.attention.head_dim == (128 if case == "qwen3" else 48 // 6)
 
 
 @pytest.mark.parametrize(
