@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,9 +26,13 @@ from subten.formats import KVFormat
 from subten.kernels.attention import AttentionInputs
 from subten.models.decoder import StepInputs
 
+log = logging.getLogger(__name__)
+
 CALIBRATION_FILE = "subten-calibration.safetensors"
 CALIBRATION_VERSION = 1
 DEFAULT_TOKENS = 512
+
+_MEASURED: WeakKeyDictionary[LoadedModel, Calibration] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,21 @@ def calibrate(model: LoadedModel, text: str | None = None, max_tokens: int = DEF
     model.decoder.forward(_without_cache(token_ids, model.device), None, observe)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return Calibration(energy, model.fingerprint, digest, len(token_ids))
+
+
+def calibration_for(model: LoadedModel) -> Calibration:
+    """The calibration beside the model's weights, or else one measured now and remembered with the model.
+
+    Raises:
+        CalibrationError: the file beside the weights is damaged or belongs to another model.
+    """
+    path = calibration_path(model)
+    if path.exists():
+        return load_calibration(path, model)
+    if model not in _MEASURED:
+        log.info("no calibration beside %s: measuring its keys on %d tokens", model.name, DEFAULT_TOKENS)
+        _MEASURED[model] = calibrate(model)
+    return _MEASURED[model]
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:

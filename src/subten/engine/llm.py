@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from subten.engine.calibrate import calibrate, calibration_path, load_calibration
+from subten.engine.calibrate import calibration_for
 from subten.engine.loading import LoadedModel, load_model
 from subten.engine.memory import plan_pools
 from subten.engine.request import Completion, Delta, Request
@@ -117,10 +117,7 @@ class LLM:
         self._books = CacheBooks(
             self.layout, pools.num_pages, pools.num_windows, hashlib.sha256(namespace.encode()).digest()
         )
-        calibration = None
-        if self.kv.key.kept_pairs:
-            path = calibration_path(model)
-            calibration = load_calibration(path, model) if path.exists() else calibrate(model)
+        calibration = calibration_for(model) if self.kv.key.kept_pairs else None
         self._runner = Runner(model, self.layout, pools.num_pages, pools.num_windows, calibration, prefill)
         self._scheduler = Scheduler(self._books, self.layout, max_batch, chunk_size, prefix_cache)
         self._prefix_cache = prefix_cache

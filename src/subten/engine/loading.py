@@ -26,7 +26,7 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A model in memory. Several caches, of several formats, may share one."""
 

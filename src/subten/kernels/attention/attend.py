@@ -14,6 +14,7 @@ from subten.formats.codec import decode_keys, decode_values, to_coded_space
 from subten.formats.spec import PAGE_SIZE
 from subten.kernels.attention.inputs import AttentionInputs, LayerCache, SequenceStep, WideTokens
 from subten.kernels.attention.online import BLOCK_TOKENS, OnlineSoftmax
+from subten.kernels.precision import at_least_float32
 
 _PAGES_PER_BLOCK = BLOCK_TOKENS // PAGE_SIZE
 
@@ -85,9 +86,8 @@ def _attend_sequence(
 
 def rows_by_kv_head(q: Tensor, num_kv_heads: int) -> Tensor:
     """[tokens, num_heads, head_dim] to [num_kv_heads, group * tokens, head_dim], at least float32."""
-    wide = q.to(torch.promote_types(q.dtype, torch.float32))
     tokens, num_heads, head_dim = q.shape
-    grouped = wide.view(tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    grouped = at_least_float32(q).view(tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     return grouped.permute(1, 2, 0, 3).flatten(1, 2)
 
 

@@ -1,0 +1,236 @@
+"""The behaviour of `LLM`: streams, ends, limits and failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.engine.serving import save_model
+
+from subten.engine import LLM, LoadedModel, SamplingParams, load_model
+from subten.engine.calibrate import calibrate, calibration_path, load_calibration, save_calibration
+from subten.errors import (
+    CacheMemoryError,
+    CalibrationError,
+    ContextLengthError,
+    KernelUnavailableError,
+    ParameterError,
+    StorageError,
+    UnknownFormatError,
+)
+
+SIZES = {"head_dim": 64, "num_hidden_layers": 2, "max_position_embeddings": 512}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(save_model(tmp_path_factory.mktemp("model"), **SIZES))
+
+
+@pytest.fixture
+def llm(model: LoadedModel) -> LLM:
+    return LLM(model, kv="kv2", max_context=400, max_batch=4, sinks=4, recent=8, prefix_cache=False)
+
+
+def greedy(**changes) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 20, "ignore_eos": True, **changes})
+
+
+def test_stream_is_generate_in_pieces(llm: LLM) -> None:
+    whole = llm.generate("a stream of text", greedy())[0]
+    deltas = list(llm.stream("a stream of text", greedy()))
+    assert "".join(d.text for d in deltas) == whole.text
+    assert tuple(i for d in deltas for i in d.token_ids) == whole.token_ids
+    assert [d.finish_reason for d in deltas if d.finish_reason] == [whole.finish_reason] == ["length"]
+
+
+def test_streams_may_be_interleaved(llm: LLM) -> None:
+    alone = [llm.generate(p, greedy())[0].text for p in ("one", "another one")]
+    streams = [llm.stream(p, greedy()) for p in ("one", "another one")]
+    texts = ["", ""]
+    for deltas in zip(*streams, strict=True):
+        texts = [text + delta.text for text, delta in zip(texts, deltas, strict=True)]
+    assert texts == alone
+
+
+def test_closing_a_stream_frees_its_pages(llm: LLM) -> None:
+    stream = llm.stream("x" * 200, greedy(max_tokens=100))
+    for _ in range(3):
+        next(stream)
+    assert llm._books.pages.free < llm._books.pages.count
+    stream.close()
+    assert llm._books.pages.free == llm._books.pages.count
+    llm.check_integrity()
+
+
+def test_more_prompts_than_fit_are_queued(llm: LLM) -> None:
+    prompts = [f"prompt number {n}" for n in range(11)]
+    completions = llm.generate(prompts, greedy(max_tokens=5))
+    assert [len(c.token_ids) for c in completions] == [5] * 11
+    llm.check_integrity()
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    text = llm.generate("where does it stop", greedy(max_tokens=40))[0].text
+    stop = text[5:7]
+    completion = llm.generate("where does it stop", greedy(max_tokens=40, stop=(stop,)))[0]
+    assert completion.text == text[: text.index(stop)]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+
+
+def test_a_stop_token_ends_the_request(llm: LLM) -> None:
+    tokens = llm.generate("stop token", greedy())[0].token_ids
+    completion = llm.generate("stop token", greedy(stop_token_ids=(tokens[3],)))[0]
+    cut = tokens.index(tokens[3]) + 1
+    assert completion.token_ids == tokens[:cut]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", tokens[3])
+
+
+def test_min_tokens_forbids_an_early_end(llm: LLM) -> None:
+    first = llm.generate("early end", greedy())[0].token_ids[0]
+    params = greedy(stop_token_ids=(first,), min_tokens=6)
+    assert first not in llm.generate("early end", params)[0].token_ids[:6]
+
+
+def test_generation_ends_with_the_context(model: LoadedModel) -> None:
+    llm = LLM(model, kv="kv2", max_context=64, max_batch=1)
+    completion = llm.generate(list(range(60)), greedy(max_tokens=50))[0]
+    assert len(completion.token_ids) == 4
+    assert completion.finish_reason == "length"
+
+
+def test_damaged_numbers_fail_one_request_alone(model: LoadedModel, llm: LLM) -> None:
+    fine = llm.generate("abc", greedy())[0]
+    embedding = model.decoder.weights.embedding
+    original = embedding[ord("Z")].clone()
+    poisoned = llm.tokenizer.encode("Z")[0]
+    original = embedding[poisoned].clone()
+    try:
+        embedding[poisoned] = torch.nan
+        bad, good = llm.generate(["aZc", "abc"], greedy())
+    finally:
+        embedding[poisoned] = original
+    assert bad.finish_reason == "error"
+    assert "not finite" in str(bad.stop_reason)
+    assert good.token_ids == fine.token_ids
+    # Nothing of it stays behind in the pages that the next request gets.
+    assert llm.generate("abc" * 30, greedy())[0].finish_reason == "length"
+    llm.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "words"),
+    [
+        ("", ParameterError, "no tokens"),
+        ([], ParameterError, "no tokens"),
+        ([5, 258], ParameterError, "token id 258"),
+        ([-1], ParameterError, "token id -1"),
+        ("x" * 400, ContextLengthError, "400 tokens and the context 400"),
+    ],
+)
+def test_bad_prompts(llm: LLM, prompt, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        llm.generate([prompt] if prompt == [] else prompt, greedy())
+    with pytest.raises(error, match=words):
+        list(llm.stream(prompt, greedy()))
+    llm.check_integrity()
+
+
+def test_a_bad_prompt_leaves_the_others_unstarted(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError):
+        llm.generate(["fine", "x" * 500], greedy())
+    assert not llm._scheduler.busy
+
+
+def test_scoring_longer_than_the_context(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError, match="401 tokens and the context 400"):
+        list(llm.score([1] * 401))
+
+
+def test_params_must_match_prompts(llm: LLM) -> None:
+    with pytest.raises(ParameterError, match="2 params for 1 prompts"):
+        llm.generate("one", [greedy(), greedy()])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"kv": "kv3"}, UnknownFormatError, "choose one of bf16"),
+        ({"max_context": 513}, ParameterError, "1 to 512"),
+        ({"max_context": 0}, ParameterError, "1 to 512"),
+        ({"max_batch": 0}, ParameterError, "max_batch is 0"),
+        ({"chunk_size": 0}, ParameterError, "chunk_size is 0"),
+        ({"prefill": "all"}, ParameterError, "window or chunk"),
+        ({"sinks": -1}, UnknownFormatError, "0 or more"),
+        ({"max_batch": 1, "max_context": 400, "cache_bytes": 420_000}, CacheMemoryError, "tokens would fit"),
+    ],
+)
+def test_impossible_settings(model: LoadedModel, options: dict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        LLM(model, **options)
+
+
+def test_what_fits_is_true(model: LoadedModel) -> None:
+    with pytest.raises(CacheMemoryError) as caught:
+        LLM(model, max_batch=1, max_context=400, cache_bytes=420_000)
+    fitting = int(str(caught.value).rsplit(";", 1)[1].split()[0])
+    llm = LLM(model, max_batch=1, max_context=fitting, cache_bytes=420_000)
+    assert llm._runner.storage.nbytes <= 420_000
+    completion = llm.generate([1] * (fitting - 4), greedy())[0]
+    assert len(completion.token_ids) == 4
+    with pytest.raises(CacheMemoryError):
+        LLM(model, max_batch=1, max_context=fitting + 1, cache_bytes=420_000)
+
+
+def test_a_context_limited_by_memory_is_announced(model: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    llm = LLM(model, max_batch=1, cache_bytes=420_000)
+    assert llm.max_context < 512
+    assert f"the context is limited to {llm.max_context} tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"dtype": "int8"}, ParameterError),
+        ({"device": "tpu"}, ParameterError),
+        ({"device": "meta"}, ParameterError),
+        ({"kernels": {"moe": "gluon"}}, KernelUnavailableError),
+    ],
+)
+def test_impossible_ways_to_load(tmp_path: Path, options: dict, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        load_model(save_model(tmp_path, **SIZES), **options)
+
+
+def test_calibration_is_kept_beside_the_model_and_checked(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "a", **SIZES)
+    model = load_model(folder)
+    measured = calibrate(model)
+    save_calibration(measured, calibration_path(model))
+    again = load_calibration(calibration_path(model), model)
+    assert torch.equal(again.key_pair_energy, measured.key_pair_energy)
+    assert again.tokens == measured.tokens == 512
+    LLM(model, max_context=128)
+    other = load_model(save_model(tmp_path / "b", **{**SIZES, "num_hidden_layers": 3}))
+    save_calibration(measured, calibration_path(other))
+    with pytest.raises(CalibrationError, match="another model"):
+        LLM(other, max_context=128)
+    calibration_path(other).write_bytes(b"not a calibration")
+    with pytest.raises(CalibrationError, match="no readable calibration"):
+        LLM(other, max_context=128)
+    LLM(other, kv="bf16", max_context=128)
+    with pytest.raises(StorageError):
+        save_calibration(measured, tmp_path / "missing" / "file")
+
+
+def test_calibration_finds_a_planted_pair(model: LoadedModel) -> None:
+    key = model.decoder.weights.layers[1].attention.k
+    original = key.weight.clone()
+    try:
+        key.weight[64 + 9] *= 30
+        kept = calibrate(model).kept_channels(LLM(model, max_context=64).kv)
+    finally:
+        key.weight.copy_(original)
+    assert kept.shape == (2, 2, 2)
+    assert kept[1, 1].tolist() == [9, 41]
