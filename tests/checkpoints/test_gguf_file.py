@@ -15,6 +15,7 @@ from saved_models import CASES, VOCAB_SIZE, save_folder, tiny_model
 
 from subten.checkpoints import gguf_tensors, open_checkpoint
 from subten.checkpoints.gguf_header import can_dequantise, read_gguf_header
+from subten.checkpoints.stored import StoredTensor
 from subten.errors import CheckpointError, UnknownArchitectureError
 
 TYPES = [kind for kind in gguf.GGMLQuantizationType if can_dequantise(kind)]
@@ -92,6 +93,21 @@ def test_chunks_join_without_a_seam(root: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(gguf_tensors, "CHUNK_ELEMENTS", 96)
     for name, tensor in whole.items():
         assert torch.equal(checkpoint.load(name), tensor), name
+
+
+def test_an_expert_is_read_without_the_others(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(write_gguf(save_folder("mixtral", root), tmp_path / "model.gguf"))
+    sizes: list[int] = []
+    read = StoredTensor.read
+
+    def counted(self: StoredTensor, start: int = 0, nbytes: int | None = None) -> bytearray:
+        data = read(self, start, nbytes)
+        sizes.append(len(data))
+        return data
+
+    monkeypatch.setattr(StoredTensor, "read", counted)
+    values = checkpoint.load("model.layers.1.block_sparse_moe.experts.2.w1.weight")
+    assert sum(sizes) == values.nbytes
 
 
 def test_loads_in_the_type_asked_for(llama: Path, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from saved_models import CASES, save_folder, tiny_model
+from tiny_tokenizers import TEXT, train
+from tokenizers import Tokenizer
 
 from subten.checkpoints import fp8, open_checkpoint
 from subten.errors import CheckpointError, UnknownArchitectureError
@@ -182,6 +184,32 @@ def test_block_size_that_is_none(block: object, tmp_path: Path) -> None:
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
     with pytest.raises(CheckpointError, match="expected two positive integers"):
         open_checkpoint(make_folder(tmp_path, {"x": torch.ones(2)}, config))
+
+
+@pytest.mark.parametrize("named", ["GPT2Tokenizer", "PreTrainedTokenizerFast", "LlamaTokenizer"])
+def test_tokenizer_json_counts_more_than_the_class_named(named: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, {"x": torch.ones(2)}, {"model_type": "llama"})
+    original = Tokenizer.from_str(train("gpt-2").to_str())
+    assert len(original.encode("10000000000").ids) < 11
+    original.pre_tokenizer = train("smollm").pre_tokenizer
+    original.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": named, "bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": "hi"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = open_checkpoint(folder).tokenizer()
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("10000000000")) == list("10000000000")
+    for text in TEXT:
+        assert tokenizer.encode(text) == original.encode(text).ids
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    assert tokenizer.chat_template == "hi"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": "1.0"}', "\n{}"])
+def test_damaged_tokenizer_is_one_line(text: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, {"x": torch.ones(2)}, {"model_type": "llama"})
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"the tokenizer in .* can't be loaded: .+") as caught:
+        open_checkpoint(folder).tokenizer()
+    assert "\n" not in str(caught.value)
 
 
 def test_missing_tokenizer_is_one_line(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+TOKENIZER_NAME = "tokenizer.json"
 FP8_TYPE = "F8_E4M3"
 WEIGHT_TYPES = {
     "F64": torch.float64,
@@ -79,10 +80,15 @@ class SafetensorsFolder:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See `Checkpoint.tokenizer`."""
-        from transformers import AutoTokenizer  # two seconds of imports that reading weights does not need
+        # Two seconds of imports that reading weights does not need.
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        # tokenizer.json is complete. AutoTokenizer of transformers 5 would rebuild the tokenizer by the class that
+        # tokenizer_config.json names and lose what differs: SmolLM2 names GPT2Tokenizer, which joins digits.
+        complete = (self.path / TOKENIZER_NAME).is_file()
+        loader = PreTrainedTokenizerFast if complete else AutoTokenizer
         try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(
                 str(self.path), local_files_only=True, trust_remote_code=False
             )
         # Damaged tokenizer files surface as anything from KeyError to the bare Exception of the Rust library.
