@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -91,10 +92,12 @@ def test_bits_per_element_are_measured_at_the_end_of_the_window() -> None:
 
 
 def test_progress_adds_up_to_the_tokens_of_all_runs() -> None:
-    seen: list[int] = []
-    measure(FakeEngine(), [FakeEngine(0.1), FakeEngine(0.2)], [[1] * 10, [2] * 10], 3, seen.append)
-    assert sum(seen) == 3 * 20
-    assert max(seen) <= 4
+    seen: list[tuple[int, int]] = []
+    engines = [FakeEngine(0.1), FakeEngine(0.2)]
+    measure(FakeEngine(), engines, [[1] * 10, [2] * 10], 3, lambda done, total: seen.append((done, total)))
+    assert {total for _, total in seen} == {3 * 20}
+    assert seen[-1][0] == 3 * 20
+    assert all(0 < after[0] - before[0] <= 4 for before, after in pairwise(seen))
 
 
 def test_no_sequence_stays_open_after_success_or_interruption() -> None:
@@ -102,7 +105,7 @@ def test_no_sequence_stays_open_after_success_or_interruption() -> None:
     measure(engines[0], engines[1:], [[1] * 10], 2)
     assert [e.open for e in engines] == [0, 0, 0]
 
-    def interrupt(_tokens: int) -> None:
+    def interrupt(_done: int, _total: int) -> None:
         if sum(len(e.calls) for e in engines) == 6:
             raise KeyboardInterrupt
 

@@ -117,7 +117,7 @@ def measure(
     candidates: Sequence[Scorer],
     windows: Sequence[Sequence[int]],
     decode_tail: int,
-    progress: Callable[[int], None] = lambda _tokens: None,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[FormatQuality]:
     """Run every window through the reference and all candidates.
 
@@ -126,8 +126,7 @@ def measure(
         candidates: engines under test, with the reference's chunk size.
         windows: token ids of each window.
         decode_tail: tokens at the end of each window that are decoded one at a time.
-        progress: called with the number of tokens that a run has just advanced by. In all that is the tokens of
-            the windows times one more than the candidates.
+        progress: called with (done, total), counted in tokens of all runs.
 
     Returns:
         One result per candidate, in order.
@@ -135,7 +134,15 @@ def measure(
     Raises:
         NumericalError: a run gave logits that are not finite.
     """
-    by_window = [_measure_window(reference, candidates, w, decode_tail, progress) for w in windows]
+    total = (1 + len(candidates)) * sum(len(window) for window in windows)
+    done = 0
+
+    def advance(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        progress(done, total)
+
+    by_window = [_measure_window(reference, candidates, w, decode_tail, advance) for w in windows]
     by_candidate = zip(*by_window, strict=True)
     return [FormatQuality(engine.kv, r) for engine, r in zip(candidates, by_candidate, strict=True)]
 
@@ -145,14 +152,14 @@ def _measure_window(
     candidates: Sequence[Scorer],
     window: Sequence[int],
     decode_tail: int,
-    progress: Callable[[int], None],
+    advance: Callable[[int], None],
 ) -> list[WindowResult]:
     following = torch.tensor(window[1:])
     parts: list[list[Comparison]] = [[] for _ in candidates]
     with ExitStack() as stack:
         # Closed at once where a run fails or is interrupted, so that nothing is left in the caches.
         expected, *runs = (
-            stack.enter_context(closing(_finite_scores(engine, window, decode_tail, progress)))
+            stack.enter_context(closing(_finite_scores(engine, window, decode_tail, advance)))
             for engine in (reference, *candidates)
         )
         done = 0
@@ -166,12 +173,12 @@ def _measure_window(
 
 
 def _finite_scores(
-    engine: Scorer, window: Sequence[int], decode_tail: int, progress: Callable[[int], None]
+    engine: Scorer, window: Sequence[int], decode_tail: int, advance: Callable[[int], None]
 ) -> Generator[Tensor]:
     for logits in engine.score(window, decode_tail):
         if not bool(torch.isfinite(logits).all()):
             raise NumericalError(f"the {engine.kv.name} cache gives logits that are not finite on this text")
-        progress(len(logits))
+        advance(len(logits))
         yield logits
 
 

@@ -1,0 +1,56 @@
+"""The commands and what all of them share. Nothing here waits for torch: each command imports what it needs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+from subten import __version__
+from subten.cli.calibrate import calibrate
+from subten.cli.demo import demo
+from subten.cli.eval_kv import eval_kv
+from subten.cli.info import info
+from subten.cli.pull import pull
+from subten.cli.run import run
+
+app = typer.Typer(
+    help="Run language models with a KV cache of about 2 bits per element.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+)
+evaluations = typer.Typer(help="Measure the quality of KV formats.", rich_markup_mode=None)
+evaluations.command("kv")(eval_kv)
+app.command()(run)
+app.command()(pull)
+app.command()(info)
+app.command()(calibrate)
+app.add_typer(evaluations, name="eval")
+app.command()(demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"subten {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    context: typer.Context,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log what is chosen and why.")] = False,
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave."),
+    ] = False,
+) -> None:
+    """Run language models with a KV cache of about 2 bits per element."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, force=True)
+    logging.getLogger("subten").setLevel(logging.INFO if verbose else logging.WARNING)
+    # Warnings of libraries are for developers; with --verbose they are logged.
+    logging.captureWarnings(True)
+    logging.getLogger("py.warnings").setLevel(logging.WARNING if verbose else logging.ERROR)
