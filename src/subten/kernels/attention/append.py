@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -32,43 +35,68 @@ def append_reference(k: Tensor, v: Tensor, cache: LayerCache, inputs: AttentionI
 
 
 def _append_sequence(k: Tensor, v: Tensor, cache: LayerCache, step: SequenceStep) -> WideTokens:
-    fmt = cache.layout.format
-    coded_before, coded_after = fmt.coded_tokens(step.context_len), fmt.coded_tokens(step.length)
-    old = _held_positions(step.context_len, coded_before, fmt, k.device)
-    new = torch.arange(step.context_len, step.length, device=k.device)
-    old_slots = _window_index(old, fmt)
-    window = cache.windows[step.window_slot]
+    moves = _window_moves(step.context_len, step.length, cache.layout.format, k.device)
+    window_k, window_v = cache.windows[step.window_slot]
     wide = WideTokens(
-        torch.cat([window[0][:, old_slots].transpose(0, 1), k]),
-        torch.cat([window[1][:, old_slots].transpose(0, 1), v]),
-        torch.cat([old, new]),
+        torch.cat([window_k[:, moves.held_slots].transpose(0, 1), k]),
+        torch.cat([window_v[:, moves.held_slots].transpose(0, 1), v]),
+        moves.positions,
     )
-    if coded_after > coded_before:
-        # Behind the sinks, `wide` runs without gaps from the first uncoded position on.
-        first = min(step.length, fmt.sinks)
-        leaving = slice(first, first + coded_after - coded_before)
+    if moves.leaving.stop > moves.leaving.start:
         write_tokens(
             cache.pages,
-            wide.keys[leaving],
-            wide.values[leaving],
-            coded_before,
+            wide.keys[moves.leaving],
+            wide.values[moves.leaving],
+            moves.coded_before,
             cache.kept_channels,
             cache.layout,
             step.pages,
         )
-    stay = new[(new < fmt.sinks) | (new >= fmt.sinks + coded_after)]
-    slots, rows = _window_index(stay, fmt), stay - step.context_len
-    window[0][:, slots] = k[rows].transpose(0, 1)
-    window[1][:, slots] = v[rows].transpose(0, 1)
+    window_k[:, moves.stay_slots] = k[moves.stay_rows].transpose(0, 1)
+    window_v[:, moves.stay_slots] = v[moves.stay_rows].transpose(0, 1)
     return wide
 
 
-def _held_positions(length: int, coded: int, fmt: KVFormat, device: torch.device) -> Tensor:
-    """Positions in the windows of a sequence of `length` tokens: its sinks, then what is not coded."""
-    sinks = torch.arange(min(length, fmt.sinks), device=device)
-    return torch.cat([sinks, torch.arange(fmt.sinks + coded, max(length, fmt.sinks + coded), device=device)])
+class _WindowMoves(NamedTuple):
+    """What a step moves in and out of one sequence's windows; the same in every layer.
+
+    Attributes:
+        held_slots: window slots of what was held before the step: the sinks, then what is not coded.
+        positions: positions of these tokens and of the new ones behind them.
+        leaving: the part of `positions` that is coded in this step.
+        coded_before: tokens that were coded before.
+        stay_rows: new tokens that stay in the windows.
+        stay_slots: the slots they go to.
+    """
+
+    held_slots: Tensor
+    positions: Tensor
+    leaving: slice
+    coded_before: int
+    stay_rows: Tensor
+    stay_slots: Tensor
 
 
-def _window_index(positions: Tensor, fmt: KVFormat) -> Tensor:
+@lru_cache(maxsize=1024)
+def _window_moves(context_len: int, length: int, fmt: KVFormat, device: torch.device) -> _WindowMoves:
+    before, after = fmt.coded_tokens(context_len), fmt.coded_tokens(length)
+    sinks = torch.arange(min(context_len, fmt.sinks), device=device)
+    uncoded = torch.arange(fmt.sinks + before, max(context_len, fmt.sinks + before), device=device)
+    held = torch.cat([sinks, uncoded])
+    new = torch.arange(context_len, length, device=device)
+    stay = new[(new < fmt.sinks) | (new >= fmt.sinks + after)]
+    # Behind the sinks, `positions` runs without gaps from the first uncoded one on.
+    first = min(length, fmt.sinks)
+    return _WindowMoves(
+        held_slots=_window_slot(held, fmt),
+        positions=torch.cat([held, new]),
+        leaving=slice(first, first + after - before),
+        coded_before=before,
+        stay_rows=stay - context_len,
+        stay_slots=_window_slot(stay, fmt),
+    )
+
+
+def _window_slot(positions: Tensor, fmt: KVFormat) -> Tensor:
     ring = fmt.sinks + (positions - fmt.sinks) % max(1, fmt.ring_size)
     return torch.where(positions < fmt.sinks, positions, ring)

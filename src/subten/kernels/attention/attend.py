@@ -7,16 +7,23 @@ back once, before the windows are added.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from subten.formats.codec import decode_keys, decode_values, to_coded_space
-from subten.formats.spec import PAGE_SIZE
-from subten.kernels.attention.inputs import AttentionInputs, LayerCache, SequenceStep, WideTokens
+from subten.formats.spec import PAGE_SIZE, KVFormat
+from subten.kernels.attention.inputs import (
+    AttentionInputs,
+    LayerCache,
+    PrefillRule,
+    SequenceStep,
+    WideTokens,
+    coded_until,
+)
 from subten.kernels.attention.online import BLOCK_TOKENS, OnlineSoftmax
 from subten.kernels.precision import at_least_float32
-
-_PAGES_PER_BLOCK = BLOCK_TOKENS // PAGE_SIZE
 
 
 def attend_reference(
@@ -50,10 +57,7 @@ def _attend_sequence(
     rows = rows_by_kv_head(q, num_kv_heads) * scale
     dtype = rows.dtype
     state = OnlineSoftmax(num_kv_heads, rows.shape[1], rows.shape[2], q.device, dtype)
-    position = torch.arange(step.context_len, step.length, device=q.device)
-    coded_end = torch.tensor(
-        [step.coded_until(p, fmt, inputs.rule) for p in range(step.context_len, step.length)], device=q.device
-    )
+    position, coded_end = _boundaries(step.context_len, step.length, fmt, inputs.rule, q.device)
 
     coded = int(coded_end[-1]) - fmt.sinks
     if coded > 0:
@@ -61,7 +65,7 @@ def _attend_sequence(
         for first in range(0, coded, BLOCK_TOKENS):
             count = min(BLOCK_TOKENS, coded - first)
             page = first // PAGE_SIZE
-            table = step.pages[page : page + min(_PAGES_PER_BLOCK, -(-count // PAGE_SIZE))]
+            table = step.pages[page : page + -(-count // PAGE_SIZE)]
             records = cache.pages[table].transpose(0, 1)
             # The last page's unwritten tokens hold anything at all, NaN included: cut them off, don't mask them.
             keys = decode_keys(records, cache.layout)
@@ -82,6 +86,16 @@ def _attend_sequence(
             scores = rows @ keys_wide[:, part].transpose(-1, -2)
             state.add(scores, values_wide[:, part], mask_rows(visible, group))
     return rows_to_heads(state.result(), q)
+
+
+@lru_cache(maxsize=1024)
+def _boundaries(
+    context_len: int, length: int, fmt: KVFormat, rule: PrefillRule, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Of each query of a step its position, and where the positions end that it reads through the codes."""
+    positions = range(context_len, length)
+    ends = [coded_until(position, context_len, length, fmt, rule) for position in positions]
+    return torch.tensor(positions, device=device), torch.tensor(ends, device=device)
 
 
 def rows_by_kv_head(q: Tensor, num_kv_heads: int) -> Tensor:

@@ -84,10 +84,19 @@ class SequenceStep(NamedTuple):
         """Tokens in the cache once this step's tokens are appended."""
         return self.context_len + self.new_tokens
 
-    def coded_until(self, position: int, fmt: KVFormat, rule: PrefillRule) -> int:
-        """End of the positions that the query at `position` reads through the codes; they start at the sinks."""
-        end = fmt.sinks + fmt.coded_tokens(position + 1)
-        return min(end, max(self.context_len, fmt.sinks)) if rule == "chunk" and self.new_tokens > 1 else end
+
+def coded_until(position: int, context_len: int, length: int, fmt: KVFormat, rule: PrefillRule) -> int:
+    """End of the positions that a query reads through the codes; they start behind the sinks.
+
+    Args:
+        position: the query's.
+        context_len: tokens in the cache before the query's step.
+        length: tokens in the cache after it.
+        fmt: the format.
+        rule: what a prefill (a step of several tokens) sees of its own chunk.
+    """
+    end = fmt.sinks + fmt.coded_tokens(position + 1)
+    return min(end, max(context_len, fmt.sinks)) if rule == "chunk" and length > context_len + 1 else end
 
 
 class WideTokens(NamedTuple):

@@ -13,7 +13,7 @@ _LOWEST = -1e30  # finite, so that a row which has seen no key yet does not beco
 
 
 class OnlineSoftmax:
-    """Running softmax-weighted sum of values for `rows` queries of each KV head; float32 throughout."""
+    """Running softmax-weighted sum of values for `rows` queries of each KV head, in `dtype` throughout."""
 
     def __init__(self, num_kv_heads: int, rows: int, head_dim: int, device: torch.device, dtype: torch.dtype):
         self.highest = torch.full((num_kv_heads, rows, 1), _LOWEST, device=device, dtype=dtype)
