@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from subten.formats import PAGE_SIZE, PageLayout, get_format
+from support.attention import History, Paged, cut, history
+from support.kv import FORMAT_NAMES, encode
+
+NAMES = st.sampled_from([*FORMAT_NAMES, "kivi2:kv4", "kv2:kivi2"])
+WINDOWS = {"sinks": st.sampled_from([0, 1, 4, 64, 100]), "recent": st.sampled_from([0, 1, 16, 64])}
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+@settings(max_examples=60)
+@given(name=NAMES, **WINDOWS, length=st.integers(1, 257), sizes=st.lists(st.integers(1, 90), min_size=1, max_size=4))
+def test_pages_hold_the_coded_tokens_and_windows_the_others(
+    name: str, sinks: int, recent: int, length: int, sizes: list[int]
+) -> None:
+    """Whatever the chunks: tokens that left are coded as by the codec alone, the others lie in their slots."""
+    layout = PageLayout(get_format(name, sinks, recent), 64)
+    fmt = layout.format
+    past = history(length, 2, 1, 64, dtype=torch.float32)
+    paged = Paged(layout, 2, [length])
+    for chunk in past.cut(cut(length, *sizes)):
+        paged.append({0: chunk})
+
+    coded = fmt.coded_tokens(length)
+    leaving = slice(fmt.sinks, fmt.sinks + coded)
+    if coded:
+        expected = encode(layout, past.k[leaving], past.v[leaving], paged.cache.kept_channels)
+        assert torch.equal(paged.pages_of(0), expected)
+
+    window = paged.window_of(0)
+    for position in (p for p in range(length) if p < fmt.sinks or p >= fmt.sinks + coded):
+        slot = position if position < fmt.sinks else fmt.sinks + (position - fmt.sinks) % fmt.ring_size
+        assert torch.equal(window[0, :, slot], past.k[position].to(layout.wide_dtype))
+        assert torch.equal(window[1, :, slot], past.v[position].to(layout.wide_dtype))
+
+
+@settings(max_examples=40)
+@given(name=NAMES, **WINDOWS, lengths=st.tuples(*[st.integers(1, 200)] * 2), more=st.integers(1, 100))
+def test_a_step_writes_to_its_own_sequences_only(
+    name: str, sinks: int, recent: int, lengths: tuple[int, int], more: int
+) -> None:
+    layout = PageLayout(get_format(name, sinks, recent), 64)
+    paged = Paged(layout, 2, (lengths[0] + more, lengths[1]))
+    before, after = history(lengths[0] + more, 2, 1, 64, dtype=torch.float32).cut([lengths[0], more])
+    paged.append({0: before, 1: history(lengths[1], 2, 1, 64, seed=9, dtype=torch.float32)})
+    pages, windows = as_bytes(paged.cache.pages).clone(), as_bytes(paged.cache.windows).clone()
+    paged.append({0: after})
+    own_pages = paged.tables[0, : layout.pages_for(lengths[0] + more)].tolist()
+    rest = [page for page in range(len(pages)) if page not in own_pages]
+    assert torch.equal(paged.cache.pages[rest], pages[rest])
+    rest = [slot for slot in range(len(windows)) if slot != paged.slots[0]]
+    assert torch.equal(as_bytes(paged.cache.windows)[rest], windows[rest])
+
+
+@settings(max_examples=40)
+@given(name=NAMES, **WINDOWS, length=st.integers(0, 200), new=st.integers(1, 100))
+def test_queries_are_handed_the_tokens_that_were_not_coded_before_the_step(
+    name: str, sinks: int, recent: int, length: int, new: int
+) -> None:
+    layout = PageLayout(get_format(name, sinks, recent), 64)
+    past = history(length + new, 2, 1, 64, dtype=torch.float32)
+    paged = Paged(layout, 2, [past.length])
+    if length:
+        paged.append({0: past.part(0, length)})
+    _, (wide,) = paged.append({0: past.part(length, length + new)})
+    fmt = layout.format
+    uncoded_before = range(fmt.sinks + fmt.coded_tokens(length), length)
+    assert wide.positions.tolist() == [*range(min(fmt.sinks, length)), *uncoded_before, *range(length, length + new)]
+    assert torch.equal(wide.keys, past.k[wide.positions].to(layout.wide_dtype))
+    assert torch.equal(wide.values, past.v[wide.positions].to(layout.wide_dtype))
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_a_token_is_coded_from_its_16_bit_value(name: str) -> None:
+    """Codes must not depend on whether a token went through the window on its way or straight into its page."""
+    layout = PageLayout(get_format(name, 0, 0), 64)
+    x = [torch.randn(PAGE_SIZE, 2, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    paged = Paged(layout, 2, [PAGE_SIZE])
+    paged.append({0: History(*x)})
+    wide_keys, wide_values = (y.to(layout.wide_dtype).float() for y in x[1:])
+    assert torch.equal(paged.pages_of(0), encode(layout, wide_keys, wide_values, paged.cache.kept_channels))
