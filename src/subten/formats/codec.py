@@ -14,7 +14,7 @@ from torch import Tensor
 
 from subten.formats.hadamard import hadamard
 from subten.formats.layout import PageLayout
-from subten.formats.packing import pack, slot_of_token, unpack
+from subten.formats.packing import in_token_order, pack, slot_of_token, unpack
 from subten.formats.quantizers import Quantized, dequantize, quantize, to_f16
 from subten.formats.spec import PAGE_SIZE, TensorFormat
 
@@ -141,8 +141,7 @@ def _read(records: Tensor, name: str, fmt: TensorFormat, layout: PageLayout) -> 
     stored = layout.view(records, f"{name}_codes")
     if not fmt.coded:
         return stored.float().flatten(-3, -2)
-    slots = slot_of_token(torch.arange(PAGE_SIZE, device=records.device))
-    words = stored[..., slots, :] if name == "key" else stored[..., slots].transpose(-1, -2)
+    words = in_token_order(stored, -2) if name == "key" else in_token_order(stored.transpose(-1, -2), -2)
     codes = unpack(words, fmt.bits)
     parts = layout.view(records, f"{name}_scale")
     if fmt.axis == "channel":

@@ -14,6 +14,8 @@ from torch import Tensor
 from subten.formats.spec import PAGE_SIZE
 
 WORD_BITS = 16
+_SIDE = 8
+assert _SIDE * _SIDE == PAGE_SIZE
 
 
 def words_per_token(head_dim: int, bits: int) -> int:
@@ -32,13 +34,25 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Inverse of `pack`: int16 words [..., W] to uint8 codes [..., W * 16 / bits]."""
-    planes = WORD_BITS // bits
-    shifts = torch.arange(planes, device=words.device, dtype=torch.int32) * bits
-    codes = (words.to(torch.int32)[..., None, :] >> shifts[:, None]) & ((1 << bits) - 1)
-    return codes.to(torch.uint8).flatten(-2)
+    # The shift copies the sign bit downwards; the mask takes it away again.
+    planes = [(words >> shift) & ((1 << bits) - 1) for shift in range(0, WORD_BITS, bits)]
+    return torch.cat(planes, dim=-1).to(torch.uint8)
 
 
 def slot_of_token(token: Tensor) -> Tensor:
     """Slot in a page's word planes of the page's token 0..63 (int64)."""
-    rows = PAGE_SIZE // 8
-    return (token % rows) * 8 + token // rows
+    return (token % _SIDE) * _SIDE + token // _SIDE
+
+
+def in_token_order(slots: Tensor, dim: int) -> Tensor:
+    """A page's slots as its tokens: the permutation of `slot_of_token` is the transposition of an 8 x 8 square,
+    so this is a view until it is flattened.
+
+    Args:
+        slots: any dtype, 64 entries on axis `dim` (negative).
+
+    Returns:
+        The same shape with token t at index t of that axis.
+    """
+    square: Tensor = slots.unflatten(dim, (_SIDE, _SIDE))
+    return square.transpose(dim - 1, dim).flatten(dim - 1, dim)

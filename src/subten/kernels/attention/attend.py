@@ -66,7 +66,7 @@ def _attend_sequence(
             count = min(BLOCK_TOKENS, coded - first)
             page = first // PAGE_SIZE
             table = step.pages[page : page + -(-count // PAGE_SIZE)]
-            records = cache.pages[table].transpose(0, 1)
+            records = cache.pages.index_select(0, table).transpose(0, 1)
             # The last page's unwritten tokens hold anything at all, NaN included: cut them off, don't mask them.
             keys = decode_keys(records, cache.layout)
             scores = coded_rows @ keys.coded[:, :count].to(dtype).transpose(-1, -2)
