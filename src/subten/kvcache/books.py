@@ -15,7 +15,7 @@ from subten.formats.layout import PageLayout
 from subten.formats.spec import PAGE_SIZE, KVFormat
 from subten.kvcache.plans import AppendPlan, CopyPlan
 from subten.kvcache.pool import SlotPool
-from subten.kvcache.prefix import chain, page_hash
+from subten.kvcache.prefix import chain, full_pages, page_hash
 
 
 @dataclass
@@ -36,7 +36,6 @@ class _Snapshot:
     window_slot: int
     length: int
     pages: tuple[int, ...]
-    hashes: tuple[bytes, ...]
 
 
 class _SnapshotKey(NamedTuple):
@@ -85,27 +84,28 @@ class CacheBooks:
         Raises:
             CacheMemoryError: no window slot is free.
         """
-        key, snapshot = self._longest_snapshot(tokens)
-        pages = self._longest_page_run(tokens)
-        (slot,) = self._allocate(self.windows, 1, keep=key)
-        sequence = _Sequence(slot)
+        hashes = chain(self._namespace, tokens, self.format)
+        # Looking it up makes the snapshot the last one to be dropped for a free slot; pages are looked up behind
+        # that, since they may be gone with a snapshot.
+        key = self._longest_snapshot(tokens, hashes)
+        (slot,) = self._allocate(self.windows, 1)
+        snapshot = self._snapshots.get(key) if key else None
+        pages = self._longest_page_run(tokens, hashes)
+        sequence = _Sequence(slot, len(pages) * PAGE_SIZE, pages)
         copies = CopyPlan()
-        if snapshot and snapshot.length >= len(pages) * PAGE_SIZE:
-            sequence.length, sequence.pages = snapshot.length, list(snapshot.pages)
+        if snapshot and snapshot.length >= sequence.length:
+            sequence = _Sequence(slot, snapshot.length, list(snapshot.pages))
             copies = CopyPlan(windows=((snapshot.window_slot, slot),))
-        else:
-            sequence.length, sequence.pages = len(pages) * PAGE_SIZE, pages
         self.pages.retain(sequence.pages)
-        held = tokens[: sequence.length]
-        sequence.hashes = chain(self._namespace, held, self.format)
-        sequence.tail = list(held[self._hashed_until(sequence) :])
+        sequence.hashes = hashes[: full_pages(sequence.length, self.format)]
+        sequence.tail = list(tokens[self._hashed_until(sequence) : sequence.length])
         return PrefixHit(self._enter(sequence), sequence.length, copies)
 
     def append(self, sequence: int, tokens: Sequence[int]) -> AppendPlan:
         """Make room for `tokens` behind what the sequence holds.
 
         Raises:
-            CacheMemoryError: the pages do not suffice, even without the snapshots; nothing has changed.
+            CacheMemoryError: the pages would not suffice even without the snapshots; nothing has changed.
         """
         state = self._sequences[sequence]
         length = state.length + len(tokens)
@@ -171,7 +171,7 @@ class CacheBooks:
             return CopyPlan()
         (slot,) = self._allocate(self.windows, 1)
         self.pages.retain(state.pages)
-        self._snapshots[key] = _Snapshot(slot, state.length, tuple(state.pages), tuple(state.hashes))
+        self._snapshots[key] = _Snapshot(slot, state.length, tuple(state.pages))
         return CopyPlan(windows=((state.window_slot, slot),))
 
     def drop_snapshots(self) -> None:
@@ -194,6 +194,8 @@ class CacheBooks:
         for state in self._sequences.values():
             assert len(state.pages) == self._layout.pages_for(state.length), "wrong number of pages"
         assert all(self.pages.references(page) for page in self._hash_of_page), "an indexed page is free"
+        inverse = {digest: page for page, digest in self._hash_of_page.items()}
+        assert inverse == self._page_of_hash, "the two sides of the page index differ"
 
     # --- inner parts -----------------------------------------------------------------------------------------
 
@@ -215,50 +217,55 @@ class CacheBooks:
             size = PAGE_SIZE if state.hashes else self.format.sinks + PAGE_SIZE
             if len(state.tail) < size:
                 break
-            state.hashes.append(page_hash(self._last_hash(state), state.tail[:size]))
+            digest = page_hash(self._last_hash(state), state.tail[:size])
+            state.hashes.append(digest)
             del state.tail[:size]
-        if self.format.window_size:
-            return
-        for page, digest in zip(state.pages, state.hashes, strict=False):
-            if page not in self._hash_of_page and digest not in self._page_of_hash:
+            if not self.format.window_size and digest not in self._page_of_hash:
+                page = state.pages[len(state.hashes) - 1]
                 self._page_of_hash[digest], self._hash_of_page[page] = page, digest
 
-    def _longest_snapshot(self, tokens: Sequence[int]) -> tuple[_SnapshotKey | None, _Snapshot | None]:
+    def _longest_snapshot(self, tokens: Sequence[int], hashes: Sequence[bytes]) -> _SnapshotKey | None:
         """The longest snapshot that `tokens` properly extends; looking it up makes it the most recently used."""
-        hashes = chain(self._namespace, tokens, self.format)
         best: _SnapshotKey | None = None
         for key, snapshot in self._snapshots.items():
-            depth = len(snapshot.hashes)
-            if snapshot.length >= len(tokens) or (depth and hashes[depth - 1 : depth] != [key.last_page]):
+            depth = full_pages(snapshot.length, self.format)
+            if snapshot.length >= len(tokens) or (depth and hashes[depth - 1] != key.last_page):
                 continue
             start = snapshot.length - len(key.tail)
             longer = best is None or snapshot.length > self._snapshots[best].length
             if longer and tuple(tokens[start : snapshot.length]) == key.tail:
                 best = key
-        if best is None:
-            return None, None
-        self._snapshots.move_to_end(best)
-        return best, self._snapshots[best]
+        if best:
+            self._snapshots.move_to_end(best)
+        return best
 
-    def _longest_page_run(self, tokens: Sequence[int]) -> list[int]:
+    def _longest_page_run(self, tokens: Sequence[int], hashes: Sequence[bytes]) -> list[int]:
         """Cached full pages that `tokens` begins with, leaving at least one token; formats without windows only."""
         pages: list[int] = []
         if self.format.window_size:
             return pages
-        for digest in chain(self._namespace, tokens[: len(tokens) - 1], self.format):
+        for digest in hashes[: full_pages(len(tokens) - 1, self.format)]:
             if digest not in self._page_of_hash:
                 break
             pages.append(self._page_of_hash[digest])
         return pages
 
-    def _allocate(self, pool: SlotPool, count: int, keep: _SnapshotKey | None = None) -> list[int]:
-        """Allocate, dropping the least recently used snapshots while too little is free."""
-        while pool.free < count:
-            victim = next((key for key in self._snapshots if key != keep), None)
-            if victim is None:
-                break
-            self._evict(victim)
+    def _allocate(self, pool: SlotPool, count: int) -> list[int]:
+        """Allocate, dropping the least recently used snapshots while too little is free.
+
+        None is dropped where even all of them would not make room.
+        """
+        if pool.free < count <= pool.free + self._reclaimable(pool):
+            while pool.free < count:
+                self._evict(next(iter(self._snapshots)))
         return pool.allocate(count)
+
+    def _reclaimable(self, pool: SlotPool) -> int:
+        """Slots that only snapshots hold."""
+        if pool is self.windows:
+            return len(self._snapshots)
+        held = Counter(page for snapshot in self._snapshots.values() for page in snapshot.pages)
+        return sum(self.pages.references(page) == count for page, count in held.items())
 
     def _evict(self, key: _SnapshotKey) -> None:
         snapshot = self._snapshots.pop(key)

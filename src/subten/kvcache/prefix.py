@@ -15,8 +15,13 @@ def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return digest.digest()
 
 
+def full_pages(length: int, fmt: KVFormat) -> int:
+    """Pages that `length` tokens fill, once all of them are coded; page i ends at position `sinks + 64 * (i + 1)`."""
+    return max(0, length - fmt.sinks) // PAGE_SIZE
+
+
 def chain(namespace: bytes, tokens: Sequence[int], fmt: KVFormat) -> list[bytes]:
-    """Hashes of all full pages that `tokens` could fill: page i ends at position `sinks + 64 * (i + 1)`.
+    """Hashes of all `full_pages` of `tokens`; the sinks belong to the hash of the first.
 
     Args:
         namespace: start of the chain; differs between models, formats and rules, whose pages never match.
