@@ -125,6 +125,31 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(seed: int, top_p: fl
     assert ranked[: size - 1].sum() < top_p + 1e-12
 
 
+@given(
+    seed=st.integers(0, 2**32),
+    vocab=st.sampled_from([5, 1024, 1025, 1500]),
+    spread=st.sampled_from([0.0, 0.01, 1.0, 8.0]),
+    params=st.lists(any_params, min_size=1, max_size=3),
+)
+@settings(max_examples=40)
+def test_filters_keep_what_a_full_sort_keeps(
+    seed: int, vocab: int, spread: float, params: list[SamplingParams]
+) -> None:
+    # Rounded, so that ties straddle every boundary; nearly flat ones have a nucleus of most of the vocabulary.
+    scores = (random_logits(len(params), vocab, seed) * spread).mul(4).round().div(4)
+    kept = filter_scores(scores, params).isfinite()
+    for row, p in enumerate(params):
+        ranked = sorted(range(vocab), key=lambda v, row=row: (-scores[row, v].item(), v))[: p.top_k or vocab]
+        mass = scores[row, ranked].double().softmax(-1)
+        before = mass.cumsum(-1) - mass
+        nucleus = [v for v, m in zip(ranked, before.tolist(), strict=True) if m < p.top_p - 1e-9 or p.top_p == 1]
+        undecided = [v for v, m in zip(ranked, before.tolist(), strict=True) if abs(m - p.top_p) <= 1e-9]
+        floor = scores[row].max().item() + (math.log(p.min_p) if p.min_p else -math.inf)
+        expected = {v for v in nucleus if scores[row, v] >= floor}
+        got = set(kept[row].nonzero().flatten().tolist())
+        assert expected <= got <= expected | set(undecided)
+
+
 def test_top_p_of_one_keeps_even_the_least_probable() -> None:
     scores = torch.tensor([[0.0, -80.0, -100.0]])
     assert filter_scores(scores, [SamplingParams(top_p=1.0, top_k=3)]).isfinite().all()
