@@ -92,11 +92,12 @@ def main() -> None:
     """Time every variant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--only", type=int, nargs="+", default=range(len(VARIANTS)), help="numbers of variants")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     torch.set_float32_matmul_precision("high")
-    for variant in VARIANTS:
+    for variant in [VARIANTS[i] for i in arguments.only]:
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

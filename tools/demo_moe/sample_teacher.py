@@ -268,7 +268,7 @@ def main() -> None:
     """Parse the command line and sample until the time is up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gguf", type=Path, required=True)
-    parser.add_argument("--titles", type=Path, required=True, help="one title per line")
+    parser.add_argument("--titles", type=Path, required=True, help="one title per line, compressed with xz")
     parser.add_argument("--heldout", type=Path, required=True, help="folder of heldout-*.xz pieces")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=4.0)
@@ -284,7 +284,7 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     teacher = Teacher(arguments.gguf, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     tokenizer = teacher.tokenizer()
-    titles = arguments.titles.read_text(encoding="utf-8").splitlines()
+    titles = lzma.decompress(arguments.titles.read_bytes()).decode().splitlines()
     arguments.out.mkdir(parents=True, exist_ok=True)
     print(f"ready after {time.monotonic() - started:.0f} s", flush=True)
     total = Tally()
