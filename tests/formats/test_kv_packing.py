@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from subten.formats import PAGE_SIZE, PageLayout, get_format
 from subten.formats.codec import to_coded_space
-from subten.formats.packing import pack, slot_of_token, unpack, words_per_token
+from subten.formats.packing import in_token_order, pack, slot_of_token, unpack, words_per_token
 from subten.formats.quantizers import quantize
 from support.kv import HEAD_DIMS, encode, gaussian, kept_channels
 
@@ -57,6 +57,15 @@ def test_slots_are_a_permutation_that_puts_every_eighth_token_side_by_side() -> 
     assert [token_in[slot] for slot in range(8)] == [0, 8, 16, 24, 32, 40, 48, 56]
     assert [token_in[slot] for slot in range(8, 16)] == [1, 9, 17, 25, 33, 41, 49, 57]
     assert token_in[63] == 63
+
+
+def test_in_token_order_undoes_the_slots() -> None:
+    tokens = torch.arange(PAGE_SIZE)
+    slots = torch.empty_like(tokens)
+    slots[slot_of_token(tokens)] = tokens
+    assert torch.equal(in_token_order(slots, -1), tokens)
+    planes = slots[:, None] * 100 + torch.arange(3)
+    assert torch.equal(in_token_order(planes, -2), tokens[:, None] * 100 + torch.arange(3))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

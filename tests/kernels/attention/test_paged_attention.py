@@ -30,7 +30,7 @@ def assert_close(result: Tensor, expected: Tensor, tolerance: float = 1e-11) -> 
 
 
 @every_rule
-@pytest.mark.parametrize(("head_dim", "group"), zip(HEAD_DIMS, (7, 4, 3, 2, 1), strict=True))
+@pytest.mark.parametrize(("head_dim", "group"), [*zip(HEAD_DIMS, (7, 4, 3, 2, 1), strict=True)])
 @pytest.mark.parametrize("name", [*FORMAT_NAMES, *MIXED_NAMES])
 def test_a_ragged_batch_attends_as_defined(name: str, head_dim: int, group: int, rule: PrefillRule) -> None:
     layout = PageLayout(get_format(name, sinks=3, recent=10), head_dim)
@@ -155,7 +155,7 @@ def test_a_sequence_with_nan_leaves_the_others_alone(name: str, rule: PrefillRul
 # --- formats that lose nothing -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("head_dim", "group"), zip(HEAD_DIMS, (7, 4, 3, 2, 1), strict=True))
+@pytest.mark.parametrize(("head_dim", "group"), [*zip(HEAD_DIMS, (7, 4, 3, 2, 1), strict=True)])
 @pytest.mark.parametrize(
     ("name", "dtype"), [("bf16", torch.bfloat16), ("bf16", torch.float32), ("fp32", torch.float32)]
 )

@@ -85,12 +85,11 @@ def _window_moves(context_len: int, length: int, fmt: KVFormat, device: torch.de
     held = torch.cat([sinks, uncoded])
     new = torch.arange(context_len, length, device=device)
     stay = new[(new < fmt.sinks) | (new >= fmt.sinks + after)]
-    # Behind the sinks, `positions` runs without gaps from the first uncoded one on.
-    first = min(length, fmt.sinks)
     return _WindowMoves(
         held_slots=_window_slot(held, fmt),
         positions=torch.cat([held, new]),
-        leaving=slice(first, first + after - before),
+        # Behind the sinks, `positions` runs without gaps from the first uncoded one on.
+        leaving=slice(fmt.sinks, fmt.sinks + after - before),
         coded_before=before,
         stay_rows=stay - context_len,
         stay_slots=_window_slot(stay, fmt),
