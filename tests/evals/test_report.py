@@ -106,19 +106,23 @@ def test_the_picture_is_a_png_of_readable_size() -> None:
     assert height >= 500
 
 
-def test_the_picture_names_every_format_and_no_label_covers_another(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bits", [(2.5, 2.5, 2.5, 2.5), (2.5, 2.8, 3.1, 3.4), (2.5, 3.0, 16.0, 16.1)])
+def test_the_picture_names_every_format_and_no_label_covers_another_or_a_point(
+    monkeypatch: pytest.MonkeyPatch, bits: tuple[float, ...]
+) -> None:
     from matplotlib.figure import Figure
 
     drawn: list[Any] = []
     save: Callable[..., None] = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
-    # All at one point: the hardest case for labels.
-    quality_plot([quality(name, 2.5, 0.25) for name in ("kv2", "kivi2", "kv4", "int4")], RUN)
+    names = ("kivi2", "kv2", "int4", "kv4")
+    quality_plot([quality(name, b, 0.25) for name, b in zip(names, bits, strict=True)], RUN)
     for axes in drawn[0].axes:
-        labels = {text.get_text(): text.get_window_extent() for text in axes.texts}
-        assert set(labels) == {"kv2", "kivi2", "kv4", "int4"}
-        boxes = list(labels.values())
+        assert {text.get_text() for text in axes.texts} == set(names)
+        boxes = [text.get_window_extent() for text in axes.texts]
         assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+        points = [axes.transData.transform(text.xy) for text in axes.texts]
+        assert not any(box.contains(*point) for box in boxes for point in points)
 
 
 def test_without_matplotlib_one_clear_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ def demo(
     prompt_tokens: Annotated[
         int, typer.Option(min=1, help="Length of the document in the prompt, at most what fits.")
     ] = 1024,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 192,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 128,
     kv: options.Format = "kv2",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",

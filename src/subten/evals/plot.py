@@ -12,6 +12,8 @@ from subten.evals.quality import FormatQuality
 from subten.evals.report import Run
 
 _INK, _MUTED, _ACCENT = "#1b1f24", "#8a929c", "#c2410c"
+_MARKER = 8
+"""Half the width of a point with some air around it, in pixels."""
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -88,13 +90,14 @@ def _panel(
 
 
 def _spread_labels(figure: Any, panels: Sequence[Any]) -> None:
-    """Move labels up until none lies on another. Their extent is known only once the figure is laid out."""
+    """Move labels up until none lies on another or on a point. Where they lie is known only after layout."""
+    from matplotlib.transforms import Bbox
+
     figure.draw_without_rendering()
     for axes in panels:
-        placed: list[Any] = []
+        points = [axes.transData.transform(label.xy) for label in axes.texts]
+        taken = [Bbox.from_extents(x - _MARKER, y - _MARKER, x + _MARKER, y + _MARKER) for x, y in points]
         for label in sorted(axes.texts, key=lambda text: (text.xy[1], text.xy[0])):
-            box = label.get_window_extent()
-            while any(box.overlaps(other) for other in placed):
+            while any(label.get_window_extent().overlaps(other) for other in taken):
                 label.xyann = (label.xyann[0], label.xyann[1] + 2)
-                box = label.get_window_extent()
-            placed.append(box)
+            taken.append(label.get_window_extent())
