@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
-from tools.demo_moe import export, text_pieces, train_tokenizer
+from tools.demo_moe import export, plot_routing, text_pieces, train_tokenizer
+from tools.demo_moe.average_weights import average, bits_per_token, spaced_windows
 from tools.demo_moe.eval_heldout import routing_statistics
 from tools.demo_moe.folders import load_folder
 from tools.demo_moe.model import DemoConfig, DemoModel, hugging_face_config, hugging_face_tensors
@@ -264,6 +265,37 @@ def test_transformers_computes_the_same_logits(tokens, tmp_path):
     )
     assert export.logit_difference(model, tmp_path) < 1e-5
     assert load_folder(tmp_path).config.num_experts == TINY.num_experts
+
+
+def test_average_of_checkpoints():
+    first, second = {"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([3.0, 10.0])}
+    assert average(first, second, 0.25)["a"].tolist() == [1.5, 4.0]
+    with pytest.raises(ValueError, match=r"differ in \['b'\]"):
+        average(first, {**second, "b": second["a"]}, 0.5)
+
+
+def test_spaced_windows_reach_over_the_stream():
+    windows = spaced_windows(torch.arange(1000, dtype=torch.int16), context=20, tokens=100)
+    assert windows.shape == (5, 21)
+    assert windows[:, 0].tolist() == [0, 199, 398, 597, 796]
+    assert torch.equal(windows, windows[:, :1] + torch.arange(21))
+    assert spaced_windows(torch.arange(1000), context=300, tokens=5000)[-1, -1] <= 999
+
+
+def test_bits_per_token_is_the_mean_loss():
+    model = tiny_model()
+    windows = torch.randint(300, (3, 9), generator=torch.Generator().manual_seed(2))
+    expected = float(model.token_losses(windows).mean()) / torch.tensor(2.0).log().item()
+    assert bits_per_token(model, windows) == pytest.approx(expected, rel=1e-5)
+
+
+def test_picture_of_the_routing(tmp_path, monkeypatch):
+    chosen = torch.rand(3, 500, 8, generator=torch.Generator().manual_seed(0)).topk(2, dim=-1).indices
+    (tmp_path / "results.json").write_text(json.dumps({"fp8": {"routing": routing_statistics(chosen, 8, seed=0)}}))
+    words = ["plot", "--results", str(tmp_path / "results.json"), "--folder", "fp8"]
+    monkeypatch.setattr("sys.argv", [*words, "--out", str(tmp_path / "routing.png")])
+    plot_routing.main()
+    assert (tmp_path / "routing.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_folder_with_a_path_or_too_many_bytes_does_not_ship(tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ _SPHINX_SKIP = r"_modules|genindex|py-modindex|/search\.html|whatsnew/changelog|
 
 SOURCES: tuple[Source, ...] = (
     # General English: dictionaries, books, speeches, news, geography.
-    _debian("dict-gcide", PROSE, "gcide", r"gcide\.dict\.dz$", "GPL-3.0-or-later"),
+    _debian("dict-gcide", PROSE, "gcide", r"gcide\.dict\.dz$", "GPL-2.0-or-later"),
     _debian("wordnet-base", PROSE, "wordnet", r"/data\.(noun|verb|adj|adv)$", "WordNet"),
     _debian("dict-foldoc", PROSE, "dictd", r"foldoc\.dict\.dz$", "GFDL-1.1, no invariant sections"),
     _debian("dict-devil", PROSE, "dictd", r"devil.*\.dict\.dz$", "public domain"),
@@ -78,7 +78,7 @@ SOURCES: tuple[Source, ...] = (
         r"(nation/.*\.ruleset|helpdata\.txt|help.*\.ruleset)$",
         "GPL-2.0-or-later",
     ),
-    _debian("freeorion-data", PROSE, "freeorion", r"stringtables/en\.txt$", "GPL-2.0-or-later"),
+    _debian("freeorion-data", PROSE, "freeorion", r"stringtables/en\.txt$", "GPL-2.0-only or CC-BY-SA-3.0"),
     _debian(
         "crawl-common",
         PROSE,
@@ -124,7 +124,7 @@ SOURCES: tuple[Source, ...] = (
         "GFDL-1.3, no invariant sections",
         r"big-page|gnu-free|fdl",
     ),
-    _debian("png-definitive-guide", GUIDE, "html", _HTML, "GFDL-1.2, no invariant sections"),
+    _debian("png-definitive-guide", GUIDE, "html", _HTML, "GFDL-1.1-or-later"),
     _debian("apache2-doc", GUIDE, "html", r"/manual/en/.*\.html$", "Apache-2.0"),
     _debian("sqlite3-doc", GUIDE, "html", _HTML, "public domain", r"changes|releaselog|keyword|syntax/"),
     _debian("grass-doc", GUIDE, "html", _HTML, "GPL-2.0-or-later"),

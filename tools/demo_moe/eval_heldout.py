@@ -26,7 +26,7 @@ from tools.demo_moe.token_data import bits_per_byte
 from torch import Tensor
 from transformers import AutoTokenizer
 
-BATCHES = (1, 2, 4, 8, 16, 32)
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _DRAWS = 2000
 
 
