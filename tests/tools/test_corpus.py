@@ -6,9 +6,6 @@ import struct
 import zlib
 
 import pytest
-
-pytest.importorskip("lxml", reason="the corpus is built with lxml")
-
 from tools.demo_moe import corpus_readers as readers
 from tools.demo_moe.corpus_cleaning import NGRAM, Cleaner, HeldOut, Tally, is_fit, normalise, split_long, words_of
 from tools.demo_moe.corpus_sources import CATEGORIES, SOURCES
