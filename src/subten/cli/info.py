@@ -12,7 +12,6 @@ import typer
 from subten.cli.terminal import show, size
 
 if TYPE_CHECKING:
-    import torch
     from rich.table import Table
 
     from subten.formats import CacheGeometry, PageLayout
@@ -42,11 +41,12 @@ def _show_installation() -> None:
     from rich.table import Table
 
     from subten.config import models_folder
+    from subten.engine.loading import choose_device
     from subten.engine.memory import free_memory
     from subten.formats import FORMATS, PageLayout
     from subten.kernels.select import select_kernels
 
-    device, _ = _device_and_dtype()
+    device = choose_device()
     chosen = select_kernels(device).chosen
     about = _facts()
     for package in ("subten", "torch", "triton", "transformers"):
@@ -75,11 +75,13 @@ def _show_model(name: str) -> None:
     from rich.table import Table
 
     from subten.checkpoints import open_checkpoint, resolve_model
+    from subten.engine.loading import choose_device, choose_dtype
     from subten.engine.memory import free_memory
     from subten.formats import FORMATS, CacheGeometry, PageLayout
     from subten.models import count_parameters, spec_from_config
 
-    device, dtype = _device_and_dtype()
+    device = choose_device()
+    dtype = choose_dtype("auto", device)
     path = resolve_model(name)
     spec = spec_from_config(open_checkpoint(path).config)
     attention = spec.attention
@@ -133,15 +135,6 @@ def _last(holds: Callable[[int], bool], highest: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)
     return low
-
-
-def _device_and_dtype() -> tuple[torch.device, torch.dtype]:
-    """What a command that names neither runs on."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.device("cuda"), torch.bfloat16
-    return torch.device("cpu"), torch.float32
 
 
 def _facts() -> Table:

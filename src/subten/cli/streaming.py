@@ -68,7 +68,7 @@ def stream_answer(llm: LLM, prompt: Sequence[int], params: SamplingParams, write
     token_ids: list[int] = []
     start = time.perf_counter()
     first = last = start
-    with closing(llm.stream(prompt, params)) as deltas:  # type: ignore[type-var]  # it is a generator
+    with closing(llm.stream(prompt, params)) as deltas:
         for delta in deltas:
             if delta.finish_reason == "error":
                 raise NumericalError("the model's logits are not finite for this prompt; its weights are damaged")

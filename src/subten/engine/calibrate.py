@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -103,7 +104,7 @@ def calibration_for(model: LoadedModel) -> Calibration:
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
-    """Write a calibration file.
+    """Write a calibration file, whole or not at all.
 
     Raises:
         StorageError: the file can't be written.
@@ -114,8 +115,10 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
         "text_sha256": calibration.text_sha256,
         "tokens": str(calibration.tokens),
     }
+    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file({"key_pair_energy": calibration.key_pair_energy.contiguous()}, path, metadata)
+        save_file({"key_pair_energy": calibration.key_pair_energy.contiguous()}, staging, metadata)
+        staging.replace(path)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"the calibration can't be written to {path}: {error}") from error
 

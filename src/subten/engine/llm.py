@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,8 +158,8 @@ class LLM:
                 self._scheduler.remove(request)
         return [request.completion() for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Answer one prompt piece by piece. Closing the iterator cancels the request and frees its pages.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
+        """Answer one prompt piece by piece. Closing the generator cancels the request and frees its pages.
 
         Raises:
             ContextLengthError: the prompt is as long as the context or longer.
@@ -168,7 +168,7 @@ class LLM:
         request = self._request(prompt, params or SamplingParams())
         return self._stream(request)
 
-    def score(self, token_ids: Sequence[int], decode_tail: int = 0) -> Iterator[Tensor]:
+    def score(self, token_ids: Sequence[int], decode_tail: int = 0) -> Generator[Tensor, None, None]:
         """The serving path on a given text: what the model thinks comes next after each token.
 
         Args:
@@ -212,7 +212,7 @@ class LLM:
         """Assert that the cache's books add up; for tests and for a server that is idle."""
         self._books.check_integrity()
 
-    def _stream(self, request: Request) -> Iterator[Delta]:
+    def _stream(self, request: Request) -> Generator[Delta, None, None]:
         self._scheduler.add(request)
         try:
             while request.finish_reason is None or request.deltas:

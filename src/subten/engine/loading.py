@@ -66,8 +66,8 @@ def load_model(
     Raises:
         SubtenError: a subclass says what is wrong with the model, the device or the kernels asked for.
     """
-    target = _device(device)
-    compute = _dtype(dtype, target)
+    target = choose_device(device)
+    compute = choose_dtype(dtype, target)
     chosen = select_kernels(target, kernels)
     path = resolve_model(str(model))
     checkpoint = open_checkpoint(path)
@@ -86,7 +86,12 @@ def load_model(
     )
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str = "auto") -> torch.device:
+    """A device by name; "auto" takes a GPU where there is one.
+
+    Raises:
+        ParameterError: no such device here.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -100,7 +105,12 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """A compute type by name; "auto" is float32 on a CPU and bfloat16 on a GPU.
+
+    Raises:
+        ParameterError: no such type.
+    """
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in _DTYPES:
