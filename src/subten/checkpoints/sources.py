@@ -1,4 +1,4 @@
-"""The models that can be fetched by a short name, as data: where they are and what they are called there."""
+"""The models that have a short name, as data: where they are and what they are called there."""
 
 from __future__ import annotations
 
@@ -75,3 +75,7 @@ SMOLLM2 = ModelSource(
     ),
 )
 MODELS: Mapping[str, ModelSource] = {source.alias: source for source in (SMOLLM2,)}
+"""Models that are fetched, by alias."""
+
+SHIPPED: Mapping[str, str] = {"demo-moe": "demo_model"}
+"""Models that come with the package: alias -> folder inside it."""

@@ -20,10 +20,13 @@ def pull(
 
     It is verified and lands in the model folder; where it is there already, nothing is done.
     """
+    from subten.checkpoints import SHIPPED, read_origin
     from subten.checkpoints import pull as fetch
-    from subten.checkpoints import read_origin
 
     with progress(f"fetching {alias}", in_bytes=True) as fetched:
         folder = fetch(alias, fetched, source)  # type: ignore[arg-type]  # pull checks it and names the choices
+    if alias in SHIPPED:
+        print(f"{alias} ships with subten: it is already in {folder}")
+        return
     origin = read_origin(folder)
     print(f"{alias} is in {folder}" + (f" (from {origin.location})" if origin else ""))
