@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from tests.models.tiny_models import ragged_inputs
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from subten import LLM, SamplingParams
 from subten.checkpoints import pull, resolve_model
@@ -39,8 +39,13 @@ def ours(folder: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> Any:
-    """transformers' own loader; without a GPU it dequantises the FP8 blocks itself."""
-    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    """transformers' own loader. It would keep FP8 on a GPU; here it dequantises everywhere."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder,
+        quantization_config=FineGrainedFP8Config(dequantize=True),
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
     assert not any(report.values()), report
     return model.eval()
 
