@@ -7,8 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 .PHONY: demo test lint format clean
 
 demo: $(VENV)/.run
-	$(BIN)/subten pull smollm2
-	$(BIN)/subten demo smollm2
+	$(BIN)/subten demo demo-moe
 
 test: lint
 	$(BIN)/python -m pytest -n 2

@@ -22,7 +22,7 @@ _EXAMPLE_HEAD_DIM = 128
 
 def info(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Folder, .gguf file, or alias of a pulled model.")
+        str | None, typer.Argument(metavar="MODEL", help="Folder, .gguf file, or name of a shipped or pulled model.")
     ] = None,
 ) -> None:
     """Show what runs here, or what a model is and needs.

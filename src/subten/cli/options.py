@@ -9,7 +9,9 @@ import typer
 
 from subten.errors import ParameterError
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder, .gguf file, or alias of a pulled model.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Folder, .gguf file, or name of a shipped or pulled model.")
+]
 Format = Annotated[str, typer.Option("--kv", help="KV format; `subten info` lists them.")]
 Context = Annotated[int | None, typer.Option(help="Tokens of context [default: what the model and memory allow].")]
 Sinks = Annotated[int | None, typer.Option(help="Tokens at the start kept in 16 bit [default: the format's].")]

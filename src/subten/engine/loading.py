@@ -57,7 +57,7 @@ def load_model(
     """Load weights and tokenizer, and choose the kernels.
 
     Args:
-        model: a folder, a .gguf file, or the alias of a pulled model.
+        model: a folder, a .gguf file, or the name of a shipped or pulled model.
         dtype: compute type; "auto" is float32 on a CPU and bfloat16 on a GPU.
         device: "auto" takes a GPU where there is one.
         kernels: operation -> implementation, to insist on one.
@@ -74,7 +74,7 @@ def load_model(
     spec = spec_from_config(checkpoint.config)
     weights = load_weights(checkpoint, spec, dtype=compute, device=target, progress=progress)
     return LoadedModel(
-        name=path.stem if path.is_file() else path.name,
+        name=path.stem if path.is_file() else Path(str(model)).name or path.resolve().name,
         path=path,
         spec=spec,
         decoder=Decoder(spec, weights, chosen),
