@@ -51,8 +51,8 @@ class LLM:
     """A model with a KV cache of a chosen format.
 
     Args:
-        model: folder, .gguf file, name of a shipped or pulled model, or a model already loaded (which several `LLM`s may
-            share).
+        model: folder, .gguf file, name of a shipped or pulled model, or a model already loaded (which several
+            `LLM`s may share).
         kv: format of the cache, by name or as data.
         max_context: tokens that one sequence may have; None is what the model and the memory allow.
         max_batch: sequences that are computed together.
