@@ -92,7 +92,3 @@ class NumericalError(SubtenError):
     """A forward pass that produced NaN or infinite logits for a request."""
 
     code = "numerical"
-
-
-class SubtenWarning(UserWarning):
-    """A condition the user should know of that does not stop the work."""

@@ -88,7 +88,7 @@ class Runner:
         for work in batch:
             tokens += work.token_ids
             context = work.plan.context_len
-            positions += range(context, context + len(work.token_ids))
+            positions += range(context, context + work.plan.new_tokens)
             starts.append(len(tokens))
         width = max(1, max(len(work.plan.block_table) for work in batch))
         tables = [[*w.plan.block_table, *[0] * (width - len(w.plan.block_table))] for w in batch]

@@ -75,14 +75,9 @@ class SequenceStep(NamedTuple):
     pages: Tensor
 
     @property
-    def new_tokens(self) -> int:
-        """Tokens of this step."""
-        return self.end - self.start
-
-    @property
     def length(self) -> int:
         """Tokens in the cache once this step's tokens are appended."""
-        return self.context_len + self.new_tokens
+        return self.context_len + self.end - self.start
 
 
 def coded_until(position: int, context_len: int, length: int, fmt: KVFormat, rule: PrefillRule) -> int:
