@@ -1,4 +1,4 @@
-"""`subten calibrate`: choose the key channels that a model's caches keep in 16 bit."""
+"""`subten calibrate`: measure what the formats need to know of a model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from subten.cli.terminal import progress
 def calibrate(
     model: options.Model,
     text: Annotated[Path | None, typer.Option(help="A text of your own [default: the one that ships].")] = None,
-    tokens: Annotated[int, typer.Option(min=16, help="Tokens of it to use.")] = 512,
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens of it to use.")] = 1536,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
 ) -> None:
-    """Choose the key channels that stay in 16 bit.
+    """Measure what 2-bit and 4-bit caches need to know of a model.
 
-    A model's keys are measured on a text, and the result is saved beside the model. Without it, every start
-    measures on the text that ships and saves nothing.
+    Queries and keys are measured on a text, which uses of that help is decided on its last third, and the result is
+    saved beside the model. Without it, the first start measures on the text that ships and keeps the result in
+    subten's own folder.
     """
     from subten.cli.files import read_text
     from subten.engine import calibrate as measure
@@ -36,9 +37,11 @@ def calibrate(
     OutputFile(path)
     result = measure(loaded_model, content, tokens)
     save_calibration(result, path)
-    share = result.key_pair_energy.amax(-1) / result.key_pair_energy.sum(-1)
+    layers = len(result.mean_key)
+    removed = int(result.mean_key.flatten(1).any(-1).sum())
+    shaped, whitened = (flags.float().mean() for flags in (result.shape_keys, result.whiten_keys))
     print(
-        f"calibrated on {result.tokens} tokens: the strongest of {result.key_pair_energy.shape[-1]} rotary pairs "
-        f"holds {share.min():.0%} to {share.max():.0%} of a head's key energy ({share.mean():.0%} on average)"
+        f"calibrated on {result.tokens} tokens: the mean key is removed in {removed} of {layers} layers, the rounding "
+        f"of keys is shaped in {shaped:.0%} and keys are whitened in {whitened:.0%} of the heads"
     )
     print(f"saved as {path}")

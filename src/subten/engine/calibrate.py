@@ -1,8 +1,8 @@
-"""What a format must know of a model before it codes a key: which key channels to keep in 16 bit.
+"""What a format must know of a model before it codes keys and values: measured once on a short text.
 
-A few hundred tokens of text are run through the model without a cache. The energy of each rotary pair of the
-keys says where the outliers are: they sit in the same few channels at every token, so one static pair per layer
-and KV head catches them.
+Per layer and KV head: the second moments of queries and keys, the mean key, and which uses of them lower the error
+of the attention on text that was not used to measure them (moments.py). From these a format derives its kept
+channels, its coded space and the metric of its rounding (formats/coding.py).
 """
 
 from __future__ import annotations
@@ -21,43 +21,64 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from subten.config import home
 from subten.engine.loading import LoadedModel
+from subten.engine.moments import MeasuredLayer, measure_layer, output_moment
 from subten.errors import CalibrationError, StorageError
 from subten.formats import KVFormat
+from subten.formats.coding import LayerCoding, LayerMoments, calibrated_coding
 from subten.kernels.attention import AttentionInputs
 from subten.models.decoder import StepInputs
 
 log = logging.getLogger(__name__)
 
 CALIBRATION_FILE = "subten-calibration.safetensors"
-CALIBRATION_VERSION = 1
-DEFAULT_TOKENS = 512
+CALIBRATION_VERSION = 2
+DEFAULT_TOKENS = 1536
+FEWEST_TOKENS = 64
 
 _MEASURED: WeakKeyDictionary[LoadedModel, Calibration] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Statistics of one model's keys.
+    """Statistics of one model's queries and keys; L layers, G KV heads, D = head_dim.
 
     Attributes:
-        key_pair_energy: float32 [num_layers, num_kv_heads, head_dim / 2], mean squared length of rotary pair
-            (c, c + head_dim / 2) over the tokens. RoPE rotates within a pair and leaves it unchanged.
+        query_moment: float16 [L, G, D, D], second moment of the queries that read a KV head, with a mean diagonal
+            of 1, averaged over positions.
+        key_moment: the same of the keys, without their mean where `mean_key` is not zero.
+        mean_key: float32 [L, G, D], mean key before RoPE; zero in layers whose keys are coded as they are.
+        shape_keys: bool [L, G], whether the rounding of keys is shaped.
+        whiten_keys: bool [L, G], whether keys are whitened before coding.
         fingerprint: of the model they were measured on.
         text_sha256: of the text.
         tokens: how many tokens of it were used.
     """
 
-    key_pair_energy: Tensor
+    query_moment: Tensor
+    key_moment: Tensor
+    mean_key: Tensor
+    shape_keys: Tensor
+    whiten_keys: Tensor
     fingerprint: str
     text_sha256: str
     tokens: int
 
-    def kept_channels(self, fmt: KVFormat) -> Tensor:
-        """Channels that the format keeps in 16 bit, int64 [num_layers, num_kv_heads, 2 * kept_pairs]."""
-        half = self.key_pair_energy.shape[-1]
-        pairs = self.key_pair_energy.topk(fmt.key.kept_pairs, dim=-1).indices
-        return torch.cat([pairs, pairs + half], dim=-1)
+    def coding(self, layer: int, fmt: KVFormat, model: LoadedModel) -> LayerCoding:
+        """How a format codes one layer of the model, on the model's device."""
+        output = output_moment(model.decoder.weights.layers[layer].attention.o.weight, model.geometry)
+        measured = (self.query_moment, self.key_moment, self.shape_keys, self.whiten_keys)
+        query, key, shape, whiten = (x[layer].to(model.device) for x in measured)
+        return calibrated_coding(fmt, LayerMoments(query, key, output, shape, whiten))
+
+    def removed_mean(self, layer: int, fmt: KVFormat) -> Tensor | None:
+        """The mean key [G, D] that a format takes out of a layer's keys, if it does."""
+        mean = self.mean_key[layer]
+        return mean if fmt.key.remove_mean and bool(mean.any()) else None
+
+
+_TENSORS = ("query_moment", "key_moment", "mean_key", "shape_keys", "whiten_keys")
 
 
 def shipped_text() -> str:
@@ -70,37 +91,57 @@ def calibrate(model: LoadedModel, text: str | None = None, max_tokens: int = DEF
     """Measure a model on a text (by default the shipped one).
 
     Raises:
-        CalibrationError: the text gives fewer than 16 tokens.
+        CalibrationError: the text gives fewer than 64 tokens.
     """
     text = shipped_text() if text is None else text
     token_ids = model.tokenizer.encode(text)[: min(max_tokens, model.spec.max_positions)]
-    if len(token_ids) < 16:
-        raise CalibrationError(f"the calibration text gives {len(token_ids)} tokens; at least 16 are needed")
-    geometry = model.geometry
-    energy = torch.zeros(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim // 2)
+    if len(token_ids) < FEWEST_TOKENS:
+        raise CalibrationError(
+            f"the calibration text gives {len(token_ids)} tokens; at least {FEWEST_TOKENS} are needed"
+        )
+    layers: list[MeasuredLayer] = []
 
-    def observe(layer: int, _q: Tensor, k: Tensor, _v: Tensor) -> None:
-        halves = k.float().square().mean(0).view(geometry.num_kv_heads, 2, -1)
-        energy[layer] = halves.sum(1).cpu()
+    def observe(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        output = output_moment(model.decoder.weights.layers[layer].attention.o.weight, model.geometry)
+        layers.append(measure_layer(q, k, v, output, model.decoder.rope, model.spec.attention.scale))
 
-    model.decoder.forward(_without_cache(token_ids, model.device), None, observe)
+    with torch.inference_mode():
+        model.decoder.forward(_without_cache(token_ids, model.device), None, observe)
+    stacked = {name: torch.stack([getattr(layer, name) for layer in layers]).cpu() for name in _TENSORS}
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return Calibration(energy, model.fingerprint, digest, len(token_ids))
+    return Calibration(**stacked, fingerprint=model.fingerprint, text_sha256=digest, tokens=len(token_ids))
 
 
 def calibration_for(model: LoadedModel) -> Calibration:
-    """The calibration beside the model's weights, or else one measured now and remembered with the model.
+    """The calibration beside the model's weights, or else the one measured on the shipped text: now, if it was
+    not before, and kept in subten's own folder for the next start.
 
     Raises:
         CalibrationError: the file beside the weights is damaged or belongs to another model.
     """
-    path = calibration_path(model)
-    if path.exists():
-        return load_calibration(path, model)
+    beside = calibration_path(model)
+    if beside.exists():
+        return load_calibration(beside, model)
     if model not in _MEASURED:
-        log.info("no calibration beside %s: measuring its keys on %d tokens", model.name, DEFAULT_TOKENS)
-        _MEASURED[model] = calibrate(model)
+        _MEASURED[model] = _kept_or_measured(model)
     return _MEASURED[model]
+
+
+def _kept_or_measured(model: LoadedModel) -> Calibration:
+    kept = home() / "calibrations" / f"{model.fingerprint[:32]}.safetensors"
+    if kept.exists():
+        try:
+            return load_calibration(kept, model)
+        except CalibrationError as error:
+            log.warning("measuring %s again: %s", model.name, error)
+    log.info("no calibration beside %s: measuring it on %d tokens", model.name, DEFAULT_TOKENS)
+    measured = calibrate(model)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        save_calibration(measured, kept)
+    except (OSError, StorageError) as error:
+        log.warning("the calibration of %s can't be kept for the next start: %s", model.name, error)
+    return measured
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
@@ -117,7 +158,7 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
     }
     staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file({"key_pair_energy": calibration.key_pair_energy.contiguous()}, staging, metadata)
+        save_file({name: getattr(calibration, name).contiguous() for name in _TENSORS}, staging, metadata)
         staging.replace(path)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"the calibration can't be written to {path}: {error}") from error
@@ -132,26 +173,41 @@ def load_calibration(path: Path, model: LoadedModel) -> Calibration:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            energy = file.get_tensor("key_pair_energy")
+            version, fingerprint = metadata.get("version"), metadata.get("fingerprint")
+            current = version == str(CALIBRATION_VERSION)
+            tensors = {name: file.get_tensor(name) for name in _TENSORS} if current else {}
             tokens = int(metadata["tokens"])
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CalibrationError(
             f"{path} is no readable calibration ({error}); delete it or run `subten calibrate` again"
         ) from error
-    if metadata.get("version") != str(CALIBRATION_VERSION):
+    if not current:
         raise CalibrationError(
-            f"{path} has version {json.dumps(metadata.get('version'))} where {CALIBRATION_VERSION} is needed; "
+            f"{path} has version {json.dumps(version)} where {CALIBRATION_VERSION} is needed; "
             "run `subten calibrate` again"
         )
-    if metadata.get("fingerprint") != model.fingerprint:
+    if fingerprint != model.fingerprint:
         raise CalibrationError(
             f"{path} was measured on another model than {model.name}; delete it or run `subten calibrate` again"
         )
+    _check_shapes(tensors, model, path)
+    digest = metadata.get("text_sha256", "")
+    return Calibration(**tensors, fingerprint=model.fingerprint, text_sha256=digest, tokens=tokens)
+
+
+def _check_shapes(tensors: dict[str, Tensor], model: LoadedModel, path: Path) -> None:
     geometry = model.geometry
-    expected = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim // 2)
-    if tuple(energy.shape) != expected:
-        raise CalibrationError(f"{path} has shape {tuple(energy.shape)} where {model.name} needs {expected}")
-    return Calibration(energy, model.fingerprint, metadata.get("text_sha256", ""), tokens)
+    heads, size = (geometry.num_layers, geometry.num_kv_heads), geometry.head_dim
+    expected = dict(
+        zip(_TENSORS, ((*heads, size, size), (*heads, size, size), (*heads, size), heads, heads), strict=True)
+    )
+    for name, shape in expected.items():
+        if tuple(tensors[name].shape) != shape:
+            raise CalibrationError(
+                f"{path} has {name} of shape {tuple(tensors[name].shape)} where {model.name} needs {shape}"
+            )
+        if not bool(tensors[name].isfinite().all()):
+            raise CalibrationError(f"{path} has {name} that is not finite; run `subten calibrate` again")
 
 
 def calibration_path(model: LoadedModel) -> Path:

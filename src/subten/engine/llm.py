@@ -117,7 +117,7 @@ class LLM:
         self._books = CacheBooks(
             self.layout, pools.num_pages, pools.num_windows, hashlib.sha256(namespace.encode()).digest()
         )
-        calibration = calibration_for(model) if self.kv.key.kept_pairs else None
+        calibration = calibration_for(model) if self.kv.calibrated else None
         self._runner = Runner(model, self.layout, pools.num_pages, pools.num_windows, calibration, prefill)
         self._scheduler = Scheduler(self._books, self.layout, max_batch, chunk_size, prefix_cache)
         self._prefix_cache = prefix_cache

@@ -11,7 +11,8 @@ from torch import Tensor
 from subten.engine.calibrate import Calibration
 from subten.engine.loading import LoadedModel
 from subten.formats import PageLayout
-from subten.kernels.attention import AttentionInputs, LayerCache, PrefillRule
+from subten.formats.coding import uncalibrated_coding
+from subten.kernels.attention import AttentionInputs, LayerCache, MeanKey, PrefillRule
 from subten.kvcache import AppendPlan, CacheStorage, CopyPlan
 from subten.models.decoder import StepInputs
 
@@ -32,7 +33,7 @@ class Runner:
         layout: page layout of the cache's format.
         num_pages: pages to allocate.
         num_windows: window slots to allocate.
-        calibration: which key channels are kept in 16 bit; needed where the format keeps any.
+        calibration: of the model; needed where the format is a calibrated one.
         rule: what a prefill sees of its own chunk.
     """
 
@@ -48,14 +49,22 @@ class Runner:
         self._model = model
         self._rule = rule
         self.storage = CacheStorage(layout, model.geometry, num_pages, num_windows, model.device)
-        geometry = model.geometry
-        kept = torch.zeros(geometry.num_layers, geometry.num_kv_heads, 0, dtype=torch.int64)
-        if calibration is not None:
-            kept = calibration.kept_channels(layout.format)
-        kept = kept.to(model.device)
         self._layers = tuple(
-            LayerCache(*self.storage.layer(index), kept[index], layout) for index in range(geometry.num_layers)
+            self._layer_cache(index, calibration, layout) for index in range(model.geometry.num_layers)
         )
+
+    def _layer_cache(self, index: int, calibration: Calibration | None, layout: PageLayout) -> LayerCache:
+        model, mean_key = self._model, None
+        if calibration is None:
+            geometry = model.geometry
+            none_kept = torch.zeros(geometry.num_kv_heads, 0, dtype=torch.int64, device=model.device)
+            coding = uncalibrated_coding(layout.format, geometry.head_dim, none_kept)
+        else:
+            coding = calibration.coding(index, layout.format, model)
+            removed = calibration.removed_mean(index, layout.format)
+            if removed is not None:
+                mean_key = MeanKey(removed.to(model.device), model.decoder.rope)
+        return LayerCache(*self.storage.layer(index), coding, mean_key, layout)
 
     def copy(self, copies: CopyPlan) -> None:
         """Carry out copies that belong to no step (a fork, a snapshot, a prefix hit)."""

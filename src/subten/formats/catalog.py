@@ -16,9 +16,11 @@ _WIDE = TensorFormat(bits=16, code="wide")
 _WIDE32 = TensorFormat(bits=32, code="wide")
 _FP8 = TensorFormat(bits=8, code="e4m3", fit="absmax")
 _INT4 = TensorFormat(bits=4, fit="absmax", group=64)
-_V4 = TensorFormat(bits=4, offset=True, transform="hadamard")
-_V2 = TensorFormat(bits=2, offset=True, transform="hadamard")
-_K4, _K2 = replace(_V4, kept_pairs=1), replace(_V2, kept_pairs=1)
+_PLAIN_V2 = TensorFormat(bits=2, offset=True, affine="packed", transform="hadamard")
+_PLAIN_K2 = replace(_PLAIN_V2, kept_pairs=1)
+_V2 = replace(_PLAIN_V2, rounding="shaped")
+_V4 = replace(_V2, bits=4, affine="fp16")
+_K2, _K4 = (replace(v, kept_pairs=1, transform="whitened", remove_mean=True) for v in (_V2, _V4))
 _KIVI_K = TensorFormat(bits=2, fit="clip_search", axis="channel", offset=True)
 _KIVI_V = TensorFormat(bits=2, fit="clip_search", group=64, offset=True)
 _ARTICLE = TensorFormat(
@@ -40,9 +42,10 @@ FORMATS: Mapping[str, KVFormat] = _catalog(
     KVFormat("fp32", _WIDE32, _WIDE32, 0, 0, "32 bit, nothing coded: exact on a float32 model"),
     KVFormat("fp8", _FP8, _FP8, 0, 0, "e4m3 with one scale per token and head"),
     KVFormat("int4", _INT4, _INT4, SINKS, RECENT, "symmetric uniform 4 bit, groups of 64 channels"),
-    KVFormat("kv4", _K4, _V4, SINKS, RECENT, "Hadamard, 4 bit with offset, one key pair in 16 bit"),
-    KVFormat("kv2", _K2, _V2, SINKS, RECENT, "Hadamard, 2 bit with offset, one key pair in 16 bit"),
+    KVFormat("kv4", _K4, _V4, SINKS, RECENT, "4 bit with offset, one key pair in 16 bit, calibrated rounding"),
+    KVFormat("kv2", _K2, _V2, SINKS, RECENT, "2 bit with offset, one key pair in 16 bit, calibrated rounding"),
     KVFormat("k4v2", _K4, _V2, SINKS, RECENT, "keys as in kv4, values as in kv2"),
+    KVFormat("kv2-plain", _PLAIN_K2, _PLAIN_V2, SINKS, RECENT, "as kv2, each element to its nearest level"),
     KVFormat("kivi2", _KIVI_K, _KIVI_V, SINKS, RECENT, "KIVI: keys per channel over 64 tokens, values per token"),
     KVFormat(
         "article2",

@@ -5,10 +5,10 @@ copies is bytes. Within it each layer and head has one *record* made of planes. 
 
     key_codes    64 x 16 int16   2048 B   slot-major:  a token's words are neighbours
     value_codes  16 x 64 int16   2048 B   word-major:  a word's slots are neighbours
-    key_scale    64 x 2  fp16     256 B   scale, offset
-    value_scale  64 x 2  fp16     256 B
+    key_scale    64      int16    128 B   scale and offset in one word
+    value_scale  64      int16    128 B
     kept_pair    64 x 2  fp16     256 B   channels c and c + 64, unrotated
-                                 4864 B = 2.375 bits per element
+                                 4608 B = 2.25 bits per element
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from subten.errors import UnknownFormatError
+from subten.formats.affine import parts
 from subten.formats.packing import words_per_token
 from subten.formats.spec import PAGE_SIZE, CacheGeometry, KVFormat, TensorFormat
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 PLANE_ALIGNMENT = 16
 HEAD_DIM_MULTIPLE = 16
 
@@ -126,7 +127,7 @@ class PageLayout:
         ]
         for name, fmt in (("key", key), ("value", value)):
             if fmt.coded:
-                shapes.append((f"{name}_scale", torch.float16, self._scale_shape(fmt)))
+                shapes.append((f"{name}_scale", *self._scale(fmt)))
         if key.kept_pairs:
             shapes.append(("kept_pair", torch.float16, (PAGE_SIZE, 2 * key.kept_pairs)))
         for name, fmt in (("key", key), ("value", value)):
@@ -140,11 +141,11 @@ class PageLayout:
         words = words_per_token(self.head_dim, fmt.bits)
         return torch.int16, ((PAGE_SIZE, words) if slot_major else (words, PAGE_SIZE))
 
-    def _scale_shape(self, fmt: TensorFormat) -> tuple[int, ...]:
-        parts = 2 if fmt.offset else 1
+    def _scale(self, fmt: TensorFormat) -> tuple[torch.dtype, tuple[int, ...]]:
+        dtype, count = parts(fmt)
         if fmt.axis == "channel":
-            return (self.head_dim, parts)
-        return (PAGE_SIZE, fmt.groups(self.head_dim), parts)
+            return dtype, (self.head_dim, count)
+        return dtype, (PAGE_SIZE, fmt.groups(self.head_dim), count)
 
 
 def _align(offset: int) -> int:

@@ -10,7 +10,9 @@ from subten.errors import UnknownFormatError
 Code = Literal["wide", "e4m3", "uniform", "levels"]
 Fit = Literal["least_squares", "absmax", "clip_search"]
 ScaleAxis = Literal["token", "channel"]
-Transform = Literal["none", "hadamard"]
+Transform = Literal["none", "hadamard", "whitened"]
+Rounding = Literal["nearest", "shaped"]
+Affine = Literal["fp16", "packed"]
 
 PAGE_SIZE = 64
 """Tokens in one page. Also the group of formats whose scales run along the tokens (`ScaleAxis` "channel")."""
@@ -31,7 +33,11 @@ class TensorFormat:
         axis: the axis along which a scale is constant over a group of channels ("token": one per token and
             group) or over the tokens of a page ("channel": one per channel and page).
         offset: whether an offset is stored beside the scale (asymmetric codes).
-        transform: orthonormal transform over head_dim before coding.
+        affine: how scale and offset are stored: two fp16 numbers, or both in 16 bits.
+        transform: over head_dim before coding. `whitened` evens out the energy of directions before the
+            Hadamard transform, as far as calibration finds it good; without calibration it is `hadamard`.
+        rounding: each element to its nearest level, or `shaped` by what calibration knows of the errors' cost.
+        remove_mean: whether calibration may take the mean key (before RoPE) out of every key before coding.
         kept_pairs: rotary pairs (c, c + head_dim / 2) taken out of the codes and kept in 16 bit.
         kept_fraction: largest elements by magnitude, per page and head, kept in a dense 16-bit plane.
         level_values: the four levels of `levels`, in units of the scale.
@@ -43,7 +49,10 @@ class TensorFormat:
     group: int | None = None
     axis: ScaleAxis = "token"
     offset: bool = False
+    affine: Affine = "fp16"
     transform: Transform = "none"
+    rounding: Rounding = "nearest"
+    remove_mean: bool = False
     kept_pairs: int = 0
     kept_fraction: float = 0.0
     level_values: tuple[float, ...] = ()
@@ -52,6 +61,11 @@ class TensorFormat:
     def coded(self) -> bool:
         """Whether elements become codes at all (false for the 16- and 32-bit formats)."""
         return self.code != "wide"
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether calibration has a say in how elements become codes."""
+        return self.kept_pairs > 0 or self.transform == "whitened" or self.rounding == "shaped" or self.remove_mean
 
     @property
     def by_page(self) -> bool:
@@ -97,6 +111,11 @@ class KVFormat:
     def lossless(self) -> bool:
         """Whether reading the cache returns what was written, bit for bit."""
         return not (self.key.coded or self.value.coded)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether calibration has a say in how keys or values become codes."""
+        return self.key.calibrated or self.value.calibrated
 
     @property
     def wide_bits(self) -> int:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from subten.formats.codec import write_tokens
-from subten.formats.spec import KVFormat
+from subten.formats.spec import PAGE_SIZE, KVFormat
 from subten.kernels.attention.inputs import AttentionInputs, LayerCache, SequenceStep, WideTokens
 
 
 def append_reference(k: Tensor, v: Tensor, cache: LayerCache, inputs: AttentionInputs) -> tuple[WideTokens, ...]:
     """Append a step's keys and values to one layer's cache, in place.
 
-    The tokens that leave the recent window are coded and stored in their pages before attention runs, so that
-    under the `window` rule a query finds every token it must read through the codes.
+    The tokens that leave the recent window have been coded and stored in their pages before attention runs, so
+    that under the `window` rule a query finds every token it must read through the codes.
 
     Args:
         k: [tokens, num_kv_heads, head_dim], after q/k norm and RoPE.
@@ -42,13 +42,16 @@ def _append_sequence(k: Tensor, v: Tensor, cache: LayerCache, step: SequenceStep
         torch.cat([window_v[:, moves.held_slots].transpose(0, 1), v]),
         moves.positions,
     )
-    if moves.leaving.stop > moves.leaving.start:
+    if moves.coded.stop > moves.coded.start:
+        keys = wide.keys[moves.coded]
+        if cache.mean_key is not None:
+            keys = keys.float() - cache.mean_key.at(wide.positions[moves.coded])
         write_tokens(
             cache.pages,
-            wide.keys[moves.leaving],
-            wide.values[moves.leaving],
-            moves.coded_before,
-            cache.kept_channels,
+            keys,
+            wide.values[moves.coded],
+            moves.first,
+            cache.coding,
             cache.layout,
             step.pages,
         )
@@ -57,22 +60,37 @@ def _append_sequence(k: Tensor, v: Tensor, cache: LayerCache, step: SequenceStep
     return wide
 
 
+CODED_AT_ONCE = 32
+"""Tokens are coded in groups of this many, ahead of the step in which the first of them leaves the window: the cost
+of a shaped rounding on a CPU is one of small operations, not of arithmetic. What is coded ahead is not read ahead,
+and it never needs a page that is not there, as the group divides the page."""
+assert PAGE_SIZE % CODED_AT_ONCE == 0
+
+
+def _tokens_in_pages(length: int, fmt: KVFormat) -> int:
+    """Tokens whose codes are in the pages once `length` tokens were appended; at least `fmt.coded_tokens`."""
+    coded = fmt.coded_tokens(length)
+    if fmt.granularity > 1:
+        return coded
+    return min(-(-coded // CODED_AT_ONCE) * CODED_AT_ONCE, max(0, length - fmt.sinks))
+
+
 class _WindowMoves(NamedTuple):
     """What a step moves in and out of one sequence's windows; the same in every layer.
 
     Attributes:
         held_slots: window slots of what was held before the step: the sinks, then what is not coded.
         positions: positions of these tokens and of the new ones behind them.
-        leaving: the part of `positions` that is coded in this step.
-        coded_before: tokens that were coded before.
+        coded: the part of `positions` that is coded in this step.
+        first: number of the first of these among the sequence's coded tokens.
         stay_rows: new tokens that stay in the windows.
         stay_slots: the slots they go to.
     """
 
     held_slots: Tensor
     positions: Tensor
-    leaving: slice
-    coded_before: int
+    coded: slice
+    first: int
     stay_rows: Tensor
     stay_slots: Tensor
 
@@ -80,6 +98,7 @@ class _WindowMoves(NamedTuple):
 @lru_cache(maxsize=1024)
 def _window_moves(context_len: int, length: int, fmt: KVFormat, device: torch.device) -> _WindowMoves:
     before, after = fmt.coded_tokens(context_len), fmt.coded_tokens(length)
+    first, end = _tokens_in_pages(context_len, fmt), _tokens_in_pages(length, fmt)
     sinks = torch.arange(min(context_len, fmt.sinks), device=device)
     uncoded = torch.arange(fmt.sinks + before, max(context_len, fmt.sinks + before), device=device)
     held = torch.cat([sinks, uncoded])
@@ -89,8 +108,8 @@ def _window_moves(context_len: int, length: int, fmt: KVFormat, device: torch.de
         held_slots=_window_slot(held, fmt),
         positions=torch.cat([held, new]),
         # Behind the sinks, `positions` runs without gaps from the first uncoded one on.
-        leaving=slice(fmt.sinks, fmt.sinks + after - before),
-        coded_before=before,
+        coded=slice(fmt.sinks + first - before, fmt.sinks + end - before),
+        first=first,
         stay_rows=stay - context_len,
         stay_slots=_window_slot(stay, fmt),
     )

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from subten.formats.codec import decode_keys, decode_values, to_coded_space
+from subten.formats.codec import decode_keys, decode_values
 from subten.formats.spec import PAGE_SIZE, KVFormat
 from subten.kernels.attention.inputs import (
     AttentionInputs,
@@ -67,15 +67,18 @@ def _attend_sequence(
             page = first // PAGE_SIZE
             table = step.pages[page : page + -(-count // PAGE_SIZE)]
             records = cache.pages.index_select(0, table).transpose(0, 1)
+            token = torch.arange(fmt.sinks + first, fmt.sinks + first + count, device=q.device)
             # The last page's unwritten tokens hold anything at all, NaN included: cut them off, don't mask them.
             keys = decode_keys(records, cache.layout)
             scores = coded_rows @ keys.coded[:, :count].to(dtype).transpose(-1, -2)
             if kept_rows.shape[-1]:
                 scores = scores + kept_rows @ keys.kept[:, :count].to(dtype).transpose(-1, -2)
+            if cache.mean_key is not None:
+                scores = scores + rows @ cache.mean_key.at(token).permute(1, 2, 0).to(dtype)
             values = decode_values(records, cache.layout)[:, :count].to(dtype)
-            token = torch.arange(fmt.sinks + first, fmt.sinks + first + count, device=q.device)
             state.add(scores, values, mask_rows(token < coded_end[:, None], group))
-        state.output = to_coded_space(state.output, fmt.value)
+        if cache.coding.value is not None:
+            state.output = state.output @ cache.coding.value.from_coded.to(dtype)
 
     keys_wide, values_wide = wide.keys.transpose(0, 1).to(dtype), wide.values.transpose(0, 1).to(dtype)
     for first in range(0, wide.positions.shape[0], BLOCK_TOKENS):
@@ -118,9 +121,8 @@ def mask_rows(visible: Tensor, group: int) -> Tensor | None:
 
 
 def _split_query(rows: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor]:
-    """A query's kept channels, and the query for the codes: zero there, then rotated."""
-    fmt = cache.layout.format.key
-    if not fmt.kept_pairs:
-        return rows[..., :0], to_coded_space(rows, fmt)
-    index = cache.kept_channels[:, None].expand(-1, rows.shape[1], -1)
-    return rows.gather(-1, index), to_coded_space(rows.scatter(-1, index, 0.0), fmt)
+    """A query's kept channels, and the query for the codes: zero there, then taken into coded space."""
+    coding = cache.coding
+    index = coding.kept_channels[:, None].expand(-1, rows.shape[1], -1)
+    kept, rest = rows.gather(-1, index), rows.scatter(-1, index, 0.0)
+    return kept, rest if coding.key is None else rest @ coding.key.from_coded.transpose(1, 2).to(rows.dtype)

@@ -9,10 +9,25 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from subten.formats.coding import LayerCoding
 from subten.formats.layout import PageLayout
 from subten.formats.spec import KVFormat
+from subten.kernels.rope import RopeTable, rope_reference
 
 PrefillRule = Literal["window", "chunk"]
+
+
+@dataclass(frozen=True)
+class MeanKey:
+    """The mean key of each head before RoPE, float32 [num_kv_heads, head_dim], and the model's rotation."""
+
+    mean: Tensor
+    rope: RopeTable
+
+    def at(self, positions: Tensor) -> Tensor:
+        """The mean key as it lies at int64 `positions` [tokens]: float32 [tokens, num_kv_heads, head_dim]."""
+        keys = self.mean.expand(len(positions), -1, -1)
+        return rope_reference(keys, keys, *self.rope.at(positions))[1]
 
 
 @dataclass(frozen=True)
@@ -23,13 +38,15 @@ class LayerCache:
         pages: uint8 [num_pages, num_kv_heads, record_bytes]; the last axis is contiguous, the first is not.
         windows: [num_slots, 2, num_kv_heads, window_size, head_dim] of `layout.wide_dtype`; axis 1 is K, V.
             Sinks come first; position p behind them lies at `sinks + (p - sinks) % ring_size`.
-        kept_channels: int64 [num_kv_heads, num_kept], the key channels held in 16 bit.
+        coding: how the layer is coded, beyond its format.
+        mean_key: what was taken out of every coded key and must be added to its scores; None where nothing was.
         layout: format, plane order and offsets of a record.
     """
 
     pages: Tensor
     windows: Tensor
-    kept_channels: Tensor
+    coding: LayerCoding
+    mean_key: MeanKey | None
     layout: PageLayout
 
 
