@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from subten.evals.metrics import (
     Estimate,
+    common_prefix,
     compare,
     mean,
     perplexity,
     perplexity_increase,
+    proportion,
     student_t,
 )
 
@@ -98,6 +100,43 @@ def test_the_interval_covers_the_true_mean_as_often_as_it_says(windows: int) -> 
         covered += estimate.low <= 1.0 <= estimate.high
     # 4 standard errors of a proportion of 0.95.
     assert covered / trials == pytest.approx(0.95, abs=4 * math.sqrt(0.95 * 0.05 / trials))
+
+
+@pytest.mark.parametrize("trials", [5, 20, 100])
+@pytest.mark.parametrize("truth", [0.02, 0.3, 0.9])
+def test_the_interval_of_a_share_covers_it_about_as_often_as_it_says(trials: int, truth: float) -> None:
+    """Exactly, by adding up the binomial probabilities of the outcomes whose interval covers the truth."""
+    covered = 0.0
+    for hits in range(trials + 1):
+        estimate = proportion([True] * hits + [False] * (trials - hits))
+        assert estimate.value == hits / trials
+        assert estimate.low is not None
+        assert estimate.high is not None
+        assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1
+        assert estimate.high - estimate.low > 0
+        if estimate.low <= truth <= estimate.high:
+            covered += math.comb(trials, hits) * truth**hits * (1 - truth) ** (trials - hits)
+    assert covered == pytest.approx(0.95, abs=0.05)
+
+
+def test_the_interval_of_a_share_is_the_published_one() -> None:
+    """Newcombe (1998), table I, method 3: 81 of 263, and 0 of 20."""
+    share = proportion([True] * 81 + [False] * 182)
+    assert (share.low, share.high) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    none = proportion([False] * 20)
+    assert (none.low, none.high) == pytest.approx((0, 0.1611), abs=5e-5)
+
+
+def test_bounds_hold_for_value_and_interval() -> None:
+    assert Estimate(0.5, -0.2, 1.2).within(0, 1) == Estimate(0.5, 0, 1)
+    assert Estimate(-0.1, None, None).within(0, math.inf) == Estimate(0, None, None)
+
+
+@given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
+def test_a_common_prefix_is_common_and_ends_where_it_must(first: list[int], second: list[int]) -> None:
+    n = common_prefix(first, second)
+    assert first[:n] == second[:n]
+    assert n == min(len(first), len(second)) or first[n] != second[n]
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from rich.console import Console
 
 from subten.engine import CacheUsage
 from subten.errors import ParameterError, StorageError
+from subten.evals.figures import sha256_of_text
 from subten.evals.outputs import OutputFile
 from subten.evals.plot import quality_plot, require_matplotlib
 from subten.evals.quality import FormatQuality, WindowResult
-from subten.evals.report import Run, quality_table, sha256_of_text, to_json
+from subten.evals.report import Run, quality_table, to_json
 from subten.formats import get_format
 
 DOCUMENTED_KEYS = {
@@ -26,7 +27,18 @@ DOCUMENTED_KEYS = {
     *("tokens", "context", "sinks", "recent"),
 }
 
-RUN = Run("tiny", "f" * 64, sha256_of_text("text"), 1024, 4096, 64, "window", 256, "float32", "cpu")
+RUN = Run(
+    model="tiny",
+    fingerprint="f" * 64,
+    dtype="float32",
+    device="cpu",
+    text_sha256=sha256_of_text("text"),
+    context=1024,
+    tokens=4096,
+    decode_tail=64,
+    prefill="window",
+    chunk_size=256,
+)
 
 
 def quality(name: str, bits: float, increase: float, kld: float = 0.1, windows: int = 4) -> FormatQuality:

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from subten.cli import options
+from subten.cli.eval_options import Formats, Json, Plot, named_formats, result_files
 from subten.cli.files import read_text
 from subten.cli.terminal import progress, show
-from subten.errors import ParameterError
 
 DECODED_SHARE = 16
 """One token in 16, the last ones of a window, is decoded alone; the others come in chunks."""
@@ -19,7 +19,7 @@ DECODED_SHARE = 16
 def eval_kv(
     model: options.Model,
     text: Annotated[Path, typer.Option(help="UTF-8 text to measure on.")],
-    formats: Annotated[str, typer.Option(help="Formats, separated by commas.")] = "fp8,kv4,int4,k4v2,kv2,kivi2",
+    formats: Formats = "fp8,kv4,int4,k4v2,kv2,kivi2",
     context: Annotated[int, typer.Option(help="Tokens in one window.")] = 1024,
     tokens: Annotated[int, typer.Option(help="Tokens in all windows.")] = 4096,
     sinks: options.Sinks = None,
@@ -29,8 +29,8 @@ def eval_kv(
     decode_tail: Annotated[
         int | None, typer.Option(min=0, help="Tokens at a window's end decoded one by one [default: context / 16].")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw quality against bits to this .png, .svg or .pdf.")] = None,
+    json: Json = None,
+    plot: Plot = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     kernel: options.Kernel = None,
@@ -42,21 +42,14 @@ def eval_kv(
     prefill over the quantised history, then decoding.
     """
     from subten.engine import LLM, load_model
-    from subten.evals.outputs import OutputFile
-    from subten.evals.plot import quality_plot, require_matplotlib
+    from subten.evals.figures import computed_by, sha256_of_text
+    from subten.evals.plot import quality_plot
     from subten.evals.quality import REFERENCE_FORMAT, cut_windows, measure
-    from subten.evals.report import Run, quality_table, sha256_of_text, to_json
+    from subten.evals.report import Run, quality_table, to_json
     from subten.formats import KVFormat, get_format
 
-    names = [name.strip() for name in formats.split(",") if name.strip()]
-    if not names:
-        raise ParameterError("--formats is empty; give names separated by commas, such as kv2,kv4")
-    chosen = [get_format(name, sinks, recent) for name in dict.fromkeys(names)]
-    if json is not None and json == plot:
-        raise ParameterError(f"--json and --plot both name {json}; give two files")
-    if plot is not None:
-        require_matplotlib(plot.suffix)
-    rows_file, picture_file = (None if path is None else OutputFile(path) for path in (json, plot))
+    chosen = named_formats(formats, sinks, recent)
+    rows_file, picture_file = result_files(json, plot)
     content = read_text(text)
 
     with progress("loading") as loaded:
@@ -79,16 +72,13 @@ def eval_kv(
     with progress("measuring") as measured:
         results = measure(reference, candidates, windows, tail, measured)
     run = Run(
-        model=loaded_model.name,
-        fingerprint=loaded_model.fingerprint,
+        **computed_by(loaded_model),
         text_sha256=sha256_of_text(content),
         context=context,
         tokens=len(windows) * context,
         decode_tail=tail,
         prefill=prefill,
         chunk_size=chunk_size,
-        dtype=str(loaded_model.dtype).removeprefix("torch."),
-        device=loaded_model.device.type,
     )
     show(quality_table(results, run))
     if rows_file is not None:

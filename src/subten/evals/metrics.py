@@ -6,7 +6,8 @@ question. Paired in this way, most of what makes one text harder than another dr
 Intervals are 95% and come from the windows of the text, which are independent sequences to the model: Student's
 t on the window means, carried through exp by the delta method (for the increase of perplexity on the *paired*
 differences of log likelihood). Tokens within a window are not independent, so counting them would promise too
-much; with few windows the interval is wide, with one there is none.
+much; with few windows the interval is wide, with one there is none. Shares of independent trials have Wilson's
+interval instead, which is not empty where all trials end alike.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -97,6 +99,10 @@ class Estimate:
         high = None if self.high is None else function(self.high)
         return Estimate(function(self.value), low, high)
 
+    def within(self, lowest: float, highest: float) -> Estimate:
+        """The estimate of a figure that can't be outside these bounds."""
+        return self.through(lambda x: min(max(x, lowest), highest))
+
 
 def mean(window_means: Sequence[float]) -> Estimate:
     """The mean over windows of equal length."""
@@ -108,6 +114,15 @@ def mean(window_means: Sequence[float]) -> Estimate:
     return Estimate(value, value - margin, value + margin)
 
 
+def proportion(outcomes: Sequence[bool]) -> Estimate:
+    """The share of independent trials that came out true (E. B. Wilson, JASA 22, 1927)."""
+    trials, share = len(outcomes), statistics.fmean(outcomes)
+    spread = _NORMAL**2 / trials
+    centre = (share + spread / 2) / (1 + spread)
+    margin = math.sqrt(spread * (share * (1 - share) + spread / 4)) / (1 + spread)
+    return Estimate(share, max(0.0, centre - margin), min(1.0, centre + margin))
+
+
 def perplexity(window_nll: Sequence[float]) -> Estimate:
     """exp of the mean negative log likelihood, from its mean in each window."""
     return mean(window_nll).through(_exp)
@@ -117,6 +132,11 @@ def perplexity_increase(window_nll: Sequence[float], window_nll_16bit: Sequence[
     """Perplexity over 16-bit perplexity, minus 1 (a fraction: 0.25 is 25% more), from paired windows."""
     differences = [a - b for a, b in zip(window_nll, window_nll_16bit, strict=True)]
     return mean(differences).through(lambda x: _exp(x) - 1)
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two sequences have in common before they differ or one ends."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def student_t(freedom: int) -> float:

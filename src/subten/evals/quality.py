@@ -11,6 +11,7 @@ holds one chunk of logits per run, however long the context.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -82,12 +83,12 @@ class FormatQuality:
     @property
     def kld(self) -> Estimate:
         """Mean KL(16 bit || this format) per position, in nats."""
-        return mean([w.kld for w in self.windows]).through(lambda x: max(x, 0.0))
+        return mean([w.kld for w in self.windows]).within(0, math.inf)
 
     @property
     def same_top(self) -> Estimate:
         """Share of positions at which both find the same token most probable."""
-        return mean([w.same_top for w in self.windows]).through(lambda x: min(max(x, 0.0), 1.0))
+        return mean([w.same_top for w in self.windows]).within(0, 1)
 
 
 def cut_windows(
@@ -134,7 +135,14 @@ def measure(
     Raises:
         NumericalError: a run gave logits that are not finite.
     """
-    total = (1 + len(candidates)) * sum(len(window) for window in windows)
+    advance = advancing(progress, (1 + len(candidates)) * sum(len(window) for window in windows))
+    by_window = [_measure_window(reference, candidates, w, decode_tail, advance) for w in windows]
+    by_candidate = zip(*by_window, strict=True)
+    return [FormatQuality(engine.kv, r) for engine, r in zip(candidates, by_candidate, strict=True)]
+
+
+def advancing(progress: Callable[[int, int], None], total: int) -> Callable[[int], None]:
+    """`progress` as a function that is called with the number of tokens just done."""
     done = 0
 
     def advance(tokens: int) -> None:
@@ -142,9 +150,7 @@ def measure(
         done += tokens
         progress(done, total)
 
-    by_window = [_measure_window(reference, candidates, w, decode_tail, advance) for w in windows]
-    by_candidate = zip(*by_window, strict=True)
-    return [FormatQuality(engine.kv, r) for engine, r in zip(candidates, by_candidate, strict=True)]
+    return advance
 
 
 def _measure_window(
@@ -159,7 +165,7 @@ def _measure_window(
     with ExitStack() as stack:
         # Closed at once where a run fails or is interrupted, so that nothing is left in the caches.
         expected, *runs = (
-            stack.enter_context(closing(_finite_scores(engine, window, decode_tail, advance)))
+            stack.enter_context(closing(finite_scores(engine, window, decode_tail, advance)))
             for engine in (reference, *candidates)
         )
         done = 0
@@ -172,9 +178,14 @@ def _measure_window(
         return [_window_result(p, e.cache_usage()) for p, e in zip(parts, candidates, strict=True)]
 
 
-def _finite_scores(
+def finite_scores(
     engine: Scorer, window: Sequence[int], decode_tail: int, advance: Callable[[int], None]
 ) -> Generator[Tensor]:
+    """The engine's scores of a text, part by part; `advance` is called with the number of tokens of each.
+
+    Raises:
+        NumericalError: a part is not finite.
+    """
     for logits in engine.score(window, decode_tail):
         if not bool(torch.isfinite(logits).all()):
             raise NumericalError(f"the {engine.kv.name} cache gives logits that are not finite on this text")
