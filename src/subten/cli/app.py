@@ -10,7 +10,10 @@ import typer
 from subten import __version__
 from subten.cli.calibrate import calibrate
 from subten.cli.demo import demo
+from subten.cli.eval_generate import eval_generate
 from subten.cli.eval_kv import eval_kv
+from subten.cli.eval_layers import eval_layers
+from subten.cli.eval_retrieval import eval_retrieval
 from subten.cli.info import info
 from subten.cli.pull import pull
 from subten.cli.run import run
@@ -22,6 +25,9 @@ app = typer.Typer(
 )
 evaluations = typer.Typer(help="Measure the quality of KV formats.", rich_markup_mode=None)
 evaluations.command("kv")(eval_kv)
+evaluations.command("retrieval")(eval_retrieval)
+evaluations.command("generate")(eval_generate)
+evaluations.command("layers")(eval_layers)
 app.command()(run)
 app.command()(pull)
 app.command()(info)

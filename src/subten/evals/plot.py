@@ -1,4 +1,4 @@
-"""A picture of quality against bits per element."""
+"""Pictures: quality against bits per element, and the loss of each layer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from subten.errors import ParameterError
+from subten.evals.figures import percent
 from subten.evals.metrics import Estimate
 from subten.evals.quality import FormatQuality
 from subten.evals.report import Run
@@ -14,6 +15,7 @@ from subten.evals.report import Run
 _INK, _MUTED, _ACCENT = "#1b1f24", "#8a929c", "#c2410c"
 _MARKER = 8
 """Half the width of a point with some air around it, in pixels."""
+_KLD = "KL divergence from 16 bit (nats per token)"
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -39,25 +41,56 @@ def quality_plot(results: Sequence[FormatQuality], run: Run, suffix: str = ".png
     The vertical axes are linear up to 1% and 0.001 nats and logarithmic above: they have to hold both a format that
     changes nothing and one that destroys the model.
     """
+    figure = _figure(f"{run.model}: quality against size of the KV cache", run)
+    left, right = figure.subplots(1, 2)
+    _panel(left, results, [percent(q.ppl_increase) for q in results], "perplexity increase (%)", 1.0)
+    _panel(right, results, [q.kld for q in results], _KLD, 1e-3)
+    _spread_labels(figure, [left, right])
+    return _file(figure, suffix)
+
+
+def layers_plot(results: Sequence[FormatQuality], run: Run, suffix: str = ".png") -> bytes:
+    """Draw a bar for the KL divergence of each layer of `measure_layers`; the bytes of the file."""
+    from matplotlib.ticker import MaxNLocator
+
+    *alone, together = results
+    figure = _figure(f"{run.model}: loss of each layer with its cache in {together.kv.name}", run)
+    axes = figure.subplots()
+    values = [quality.kld for quality in alone]
+    axes.bar(range(len(alone)), [estimate.value for estimate in values], width=0.7, color=_ACCENT)
+    for layer, estimate in enumerate(values):
+        if estimate.low is not None and estimate.high is not None:
+            axes.vlines(layer, estimate.low, estimate.high, color=_INK, linewidth=1.6)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(-0.6, len(alone) - 0.4)
+    axes.set_ylim(bottom=0)
+    _plain_axes(axes)
+    axes.set_xlabel("layer in the format, the others in 16 bit", color=_INK)
+    axes.set_title(f"{_KLD}; all layers: {together.kld.value:.4f}", loc="left", fontsize=10, color=_INK)
+    return _file(figure, suffix)
+
+
+def _figure(title: str, run: Run) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 4.6), dpi=160, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _panel(left, results, [_percent(q.ppl_increase) for q in results], "perplexity increase (%)", 1.0)
-    _panel(right, results, [q.kld for q in results], "KL divergence from 16 bit (nats per token)", 1e-3)
+    figure.suptitle(title, x=0.012, ha="left", weight="bold", color=_INK)
     windows = f"{run.tokens} tokens in windows of {run.context}, prefill {run.prefill}"
-    figure.suptitle(
-        f"{run.model}: quality against size of the KV cache", x=0.012, ha="left", weight="bold", color=_INK
-    )
-    figure.supxlabel(f"{windows}; bars: 95% intervals", x=0.012, ha="left", fontsize=8, color=_MUTED)
-    _spread_labels(figure, [left, right])
+    figure.supxlabel(f"{windows}; lines: 95% intervals", x=0.012, ha="left", fontsize=8, color=_MUTED)
+    return figure
+
+
+def _file(figure: Any, suffix: str) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix.removeprefix("."), facecolor="white")
     return buffer.getvalue()
 
 
-def _percent(estimate: Estimate) -> Estimate:
-    return estimate.through(lambda x: 100 * x)
+def _plain_axes(axes: Any) -> None:
+    axes.grid(axis="y", color=_MUTED, alpha=0.18)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK, labelsize=9)
 
 
 def _panel(
@@ -82,9 +115,7 @@ def _panel(
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(plain)
     axes.axhline(0, color=_MUTED, linewidth=0.8)
-    axes.grid(axis="y", color=_MUTED, alpha=0.18)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK, labelsize=9)
+    _plain_axes(axes)
     axes.set_xlabel("bits per element, 16-bit windows included", color=_INK)
     axes.set_title(label, loc="left", fontsize=10, color=_INK)
 
