@@ -106,7 +106,7 @@ def calibrate(model: LoadedModel, text: str | None = None, max_tokens: int = DEF
         layers.append(measure_layer(q, k, v, output, model.decoder.rope, model.spec.attention.scale))
 
     with torch.inference_mode():
-        model.decoder.forward(_without_cache(token_ids, model.device), None, observe)
+        model.decoder.forward(without_cache(token_ids, model.device), None, observe)
     stacked = {name: torch.stack([getattr(layer, name) for layer in layers]).cpu() for name in _TENSORS}
     digest = hashlib.sha256(text.encode()).hexdigest()
     return Calibration(**stacked, fingerprint=model.fingerprint, text_sha256=digest, tokens=len(token_ids))
@@ -216,7 +216,8 @@ def calibration_path(model: LoadedModel) -> Path:
     return folder / CALIBRATION_FILE
 
 
-def _without_cache(token_ids: list[int], device: torch.device) -> StepInputs:
+def without_cache(token_ids: list[int], device: torch.device) -> StepInputs:
+    """One sequence as a whole, for a decoder that is run without a cache."""
     count = len(token_ids)
     none = torch.zeros(1, dtype=torch.int32, device=device)
     return StepInputs(

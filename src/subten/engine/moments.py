@@ -74,7 +74,7 @@ def measure_layer(q: Tensor, k: Tensor, v: Tensor, output: Tensor, rope: RopeTab
     q, k, v = q.float(), k.float(), v.float()
     fit = round(len(q) * (1 - HELD_OUT))
     held_out = _HeldOut(q, k, v, fit, output, rope, scale)
-    candidates = {mean: _moments(q[:fit], k[:fit], output, rope, remove_mean=mean) for mean in (False, True)}
+    candidates = {mean: moments_of(q[:fit], k[:fit], output, rope, remove_mean=mean) for mean in (False, True)}
     errors = {
         choice: held_out.error(*candidates[choice[0]], whiten=choice[1], shape=choice[2])
         for choice in product((False, True), repeat=3)
@@ -84,7 +84,7 @@ def measure_layer(q: Tensor, k: Tensor, v: Tensor, output: Tensor, rope: RopeTab
     choices = [choice for choice in errors if choice[0] == remove_mean]
     chosen = torch.stack([errors[choice] for choice in choices]).argmin(0)
     whiten, shape = (torch.tensor([c[i] for c in choices], device=k.device)[chosen] for i in (1, 2))
-    moments, mean_key = _moments(q, k, output, rope, remove_mean=remove_mean)
+    moments, mean_key = moments_of(q, k, output, rope, remove_mean=remove_mean)
     return MeasuredLayer(moments.query.half(), moments.key.half(), mean_key, shape, whiten)
 
 
@@ -130,7 +130,7 @@ class _HeldOut:
         return (weights @ values.transpose(0, 1)[:, None]).flatten(1, 2)
 
 
-def _moments(
+def moments_of(
     q: Tensor, k: Tensor, output: Tensor, rope: RopeTable, *, remove_mean: bool
 ) -> tuple[LayerMoments, Tensor]:
     """Moments of a text's queries and keys, and the mean key (zeros where it is not removed)."""

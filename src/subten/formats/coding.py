@@ -13,13 +13,13 @@ from subten.formats.hadamard import hadamard
 from subten.formats.shaping import NoiseShaper
 from subten.formats.spec import KVFormat, TensorFormat
 
-WHITENING = 0.25
-"""Power of the keys' covariance that is taken out before coding: half of what would make them white. Noise is
-then larger where keys are larger; measured best of 0.125, 0.25, 0.35 and 0.5 (docs/formats/quality.md)."""
+WHITENING = 0.375
+"""Power of the keys' covariance that is taken out before coding (1/2 would make them white): noise is then larger
+where keys are larger. Measured best of 0.125, 0.25, 0.375 and 0.5 (docs/formats/quality.md)."""
 
 WHITENING_FLOOR = 0.1
-"""Added to the covariance, as a share of its mean: keeps the transform's condition number below (1 / floor)^1/4
-times what it is, also for moments from a short text."""
+"""Added to the covariance, as a share of its mean: keeps the transform's condition number bounded
+for moments from a short text."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ def calibrated_coding(fmt: KVFormat, moments: LayerMoments) -> LayerCoding:
 def _key_coding(fmt: TensorFormat, moments: LayerMoments, kept: Tensor) -> TensorCoding | None:
     if fmt.transform == "none":
         return None
-    query, key = (_without(x.double(), kept) for x in (moments.query, moments.key))
+    query, key = (without_channels(x.double(), kept) for x in (moments.query, moments.key))
     rotation = _hadamard(query.shape[-1], query.device).double()
     eye = torch.eye(query.shape[-1], dtype=torch.float64, device=query.device)
     whitening = eye.expand_as(query)
     if fmt.transform == "whitened":
-        whitening = torch.where(moments.whiten_keys[:, None, None], _whitening(key), whitening)
+        whitening = torch.where(moments.whiten_keys[:, None, None], whitening_matrix(key), whitening)
     to_coded, from_coded = whitening @ rotation, rotation @ torch.linalg.inv(whitening)
     shaper = None
     if fmt.rounding == "shaped":
@@ -138,16 +138,16 @@ def _value_coding(fmt: TensorFormat, output: Tensor) -> TensorCoding | None:
     return TensorCoding(matrix, matrix, shaper)
 
 
-def _whitening(moment: Tensor) -> Tensor:
-    """Symmetric [heads, n, n] power -WHITENING of the moment, whose mean variance is scaled to 1."""
+def whitening_matrix(moment: Tensor, power: float = WHITENING) -> Tensor:
+    """Symmetric [heads, n, n] -power of the moment, whose mean variance is scaled to 1."""
     mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     values, vectors = torch.linalg.eigh(moment / mean.clamp_min(1e-300))
-    powers = (values.clamp_min(0) + WHITENING_FLOOR) ** -WHITENING
+    powers = (values.clamp_min(0) + WHITENING_FLOOR) ** -power
     whitening: Tensor = vectors @ (powers[:, :, None] * vectors.transpose(1, 2))
     return whitening
 
 
-def _without(moment: Tensor, channels: Tensor) -> Tensor:
+def without_channels(moment: Tensor, channels: Tensor) -> Tensor:
     """A moment of vectors whose `channels` [heads, n] are zero."""
     keep = torch.ones_like(moment[:, 0]).scatter_(-1, channels, 0.0)
     return moment * keep[:, :, None] * keep[:, None]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from subten.formats.affine import F16_MAX, F16_TINY, load_affine, store_affine, store_scale
+from subten.formats.affine import F16_MAX, F16_TINY, load_affine, store_affine, store_scale, unbiasing
 from subten.formats.spec import TensorFormat
 
 # Step of the uniform quantiser with least squared error for a unit Gaussian, by bits: J. Max, "Quantizing for
@@ -110,8 +110,8 @@ def _least_squares(x: Tensor, fmt: TensorFormat) -> Quantized:
     """Codes from the optimal grid of a Gaussian with the row's mean and deviation, then a refit on the codes.
 
     After the Hadamard transform a row is close to Gaussian, so the grid needs no search; the refit by linear
-    regression of the row on its codes removes the bias that is left (a "norm correction"). Where the grid is
-    stored with few bits, the codes are chosen once more for the grid as it will be read.
+    regression of the row on its codes fits it to the codes. Where the grid is stored with few bits, the codes are
+    chosen once more for the grid as it will be read. In the end the grid is unbiased.
     """
     x = saturated(x)
     mean = x.mean(-1, keepdim=True)
@@ -124,10 +124,12 @@ def _least_squares(x: Tensor, fmt: TensorFormat) -> Quantized:
     variance = deviation.square().sum(-1, keepdim=True)
     scale = (deviation * centred).sum(-1, keepdim=True) / variance.clamp_min(1e-12)
     grid = store_affine(scale[..., 0], (mean - scale * code_mean)[..., 0], fmt)
+    scale, offset = (t[..., None] for t in load_affine(grid, fmt))
     if fmt.affine == "packed":
-        scale, offset = (t[..., None] for t in load_affine(grid, fmt))
         codes = _to_codes((x - offset) / scale.clamp_min(1e-12), fmt.bits)
-    return Quantized(codes, grid)
+    read = codes.float() * scale + offset
+    gain = unbiasing(x.square().sum(-1, keepdim=True), (read * x).sum(-1, keepdim=True))
+    return Quantized(codes, store_affine((scale * gain)[..., 0], (offset * gain)[..., 0], fmt))
 
 
 def saturated(x: Tensor) -> Tensor:

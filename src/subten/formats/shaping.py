@@ -3,14 +3,15 @@
 Rounding each coordinate to its nearest level makes an error of the same size in every direction. What an error
 costs is not the same in every direction: a key is only ever seen through queries, a value only through the output
 projection. With `metric` the second moment of that consumer, the cost of an error e is e^T metric e. The codes of
-a row are found in three passes over its coordinates, one after the other:
+a row are found in two passes over its coordinates, one after the other:
 
 1. *Feedback*: round a coordinate, and move those not yet rounded by what best makes up for its error. This is the
    closed form of GPTQ (Frantar et al., arXiv:2210.17323) and LDLQ (Chee et al., arXiv:2307.13304), which use it
    on weights; here it runs on each cached vector, with the two numbers of its grid fitted to it.
-2. Refit scale and offset by weighted least squares, then *descend*: set each coordinate to the level that is best
-   given all others.
-3. Refit, round scale and offset to how they are stored, and descend once more, on the grid that will be read.
+2. *Descent*: refit scale and offset by weighted least squares, round them to how they are stored, and set each
+   coordinate to the level that is best given all others.
+
+In the end scale and offset are refitted once more and *unbiased* (`unbiasing`).
 
 Both kinds of pass are one forward substitution with a lower triangular matrix, so a kernel needs one loop. The
 result is an ordinary row of codes with its scale and offset: reading it costs nothing more.
@@ -23,7 +24,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from subten.formats.affine import load_affine, store_affine
+from subten.formats.affine import load_affine, store_affine, unbiasing
 from subten.formats.spec import TensorFormat
 
 DAMPING = 0.1
@@ -52,13 +53,18 @@ class NoiseShaper:
     metric: Tensor
 
     @classmethod
-    def from_metric(cls, metric: Tensor, damping: float = DAMPING) -> NoiseShaper:
-        """Prepare symmetric positive semidefinite metrics [heads, n, n]; their scale does not matter."""
+    def from_metric(cls, metric: Tensor, damping: float = DAMPING, *, ordered: bool = True) -> NoiseShaper:
+        """Prepare symmetric positive semidefinite metrics [heads, n, n]; their scale does not matter.
+
+        Without `ordered` coordinates are rounded as they come.
+        """
         metric = metric.double()
         mean = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
         eye = torch.eye(metric.shape[-1], dtype=torch.float64, device=metric.device)
         metric = torch.where(mean > 0, metric / mean.clamp_min(1e-300), eye) + damping * eye
         order = metric.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
+        if not ordered:
+            order = torch.arange(metric.shape[-1], device=metric.device).expand_as(order)
         metric = metric.take_along_dim(order[:, :, None], 1).take_along_dim(order[:, None], 2)
         upper = torch.linalg.cholesky(torch.linalg.inv(metric), upper=True)
         feedback = -(upper / upper.diagonal(dim1=-2, dim2=-1)[:, :, None]).transpose(1, 2)
@@ -95,29 +101,31 @@ def shape(x: Tensor, fmt: TensorFormat, shaper: NoiseShaper, initial_step: float
     mean = y.mean(1, keepdim=True)
     scale = (y - mean).square().mean(1, keepdim=True).sqrt() * initial_step
     offset = mean - scale * (levels / 2)
-    codes = _feedback(_in_steps(y, scale, offset), shaper, levels)
-    scale, offset = _fit(y, codes, scale, shaper)
-    codes = _descend(_in_steps(y, scale, offset), codes, shaper, levels)
-    grid = store_affine(*_fit(y, codes, scale, shaper), fmt)
-    scale, offset = load_affine(grid, fmt)
-    codes = _descend(_in_steps(y, scale, offset), codes, shaper, levels)
+    codes = feedback_pass(in_steps(y, scale, offset), shaper, levels)
+    scale, offset = fit_grid(y, codes, scale, shaper)
+    scale, offset = load_affine(store_affine(scale, offset, fmt), fmt)
+    codes = descent_pass(in_steps(y, scale, offset), codes, shaper, levels)
+    scale, offset = fit_grid(y, codes, scale, shaper)
+    weighted = shaper.metric @ y
+    gain = unbiasing((y * weighted).sum(1, keepdim=True), ((scale * codes + offset) * weighted).sum(1, keepdim=True))
+    grid = store_affine(scale * gain, offset * gain, fmt)
     # NaN has no code: it becomes 0 here and stays visible in the scale.
     stored = codes.nan_to_num(0.0).to(torch.uint8)
     unordered = torch.empty_like(stored).scatter_(1, shaper.order[:, :, None].expand_as(stored), stored)
     return unordered.permute(2, 0, 1), grid[:, 0].transpose(0, 1)
 
 
-def _in_steps(y: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+def in_steps(y: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     """Rows in units of their own grid: a code's level is the code itself."""
     return (y - offset) / scale.clamp_min(1e-12)
 
 
-def _feedback(target: Tensor, shaper: NoiseShaper, levels: int) -> Tensor:
+def feedback_pass(target: Tensor, shaper: NoiseShaper, levels: int) -> Tensor:
     """Round [heads, n, tokens] coordinate by coordinate, handing each error on. Uses `target` up."""
     return _substitute(target, shaper.feedback, levels, None)
 
 
-def _descend(target: Tensor, codes: Tensor, shaper: NoiseShaper, levels: int) -> Tensor:
+def descent_pass(target: Tensor, codes: Tensor, shaper: NoiseShaper, levels: int) -> Tensor:
     """One sweep of coordinate descent on the metric's error."""
     # The best value of a coordinate, given the others, is its code minus what the others pull it by. It does not
     # depend on the coordinate's own code, so a sweep only has to follow the changes before it.
@@ -149,7 +157,7 @@ def _substitute(best: Tensor, lower: Tensor, levels: int, old: Tensor | None) ->
     return codes
 
 
-def _fit(y: Tensor, codes: Tensor, scale: Tensor, shaper: NoiseShaper) -> tuple[Tensor, Tensor]:
+def fit_grid(y: Tensor, codes: Tensor, scale: Tensor, shaper: NoiseShaper) -> tuple[Tensor, Tensor]:
     """Scale and offset of least metric error for given codes; the old scale where the codes say nothing."""
     weights = shaper.metric.sum(1)[:, :, None]
     total = weights.sum(1, keepdim=True)
