@@ -13,10 +13,10 @@ from gguf_writer import write_gguf
 from safetensors.torch import load_file, save_file
 from saved_models import CASES, VOCAB_SIZE, save_folder, tiny_model
 
-from subten.checkpoints import gguf_tensors, open_checkpoint
+from subten.checkpoints import OWN_PREFIX, gguf_tensors, open_checkpoint
 from subten.checkpoints.gguf_header import can_dequantise, read_gguf_header
 from subten.checkpoints.stored import StoredTensor
-from subten.errors import CheckpointError, UnknownArchitectureError
+from subten.errors import CheckpointError, ModelNotFoundError, UnknownArchitectureError
 
 TYPES = [kind for kind in gguf.GGMLQuantizationType if can_dequantise(kind)]
 # What the synthesised config need not repeat: notes to transformers, training, and names of the same thing.
@@ -120,6 +120,14 @@ def test_loads_in_the_type_asked_for(llama: Path, tmp_path: Path) -> None:
 def test_folder_with_one_gguf_file_opens(llama: Path, tmp_path: Path) -> None:
     write_gguf(llama, tmp_path / "model.gguf")
     assert open_checkpoint(tmp_path).names() == open_checkpoint(llama).names()
+
+
+def test_a_calibration_beside_the_weights_is_not_taken_for_weights(llama: Path, tmp_path: Path) -> None:
+    save_file({"mean_key": torch.zeros(1)}, tmp_path / f"{OWN_PREFIX}calibration.safetensors")
+    with pytest.raises(ModelNotFoundError, match="neither safetensors nor a GGUF file"):
+        open_checkpoint(tmp_path)
+    write_gguf(llama, tmp_path / "model.gguf")
+    assert open_checkpoint(tmp_path).path == tmp_path / "model.gguf"
 
 
 def test_old_llama_cpp_reader_agrees_on_the_header(llama: Path, tmp_path: Path) -> None:

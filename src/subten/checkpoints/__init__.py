@@ -3,10 +3,12 @@
 from subten.checkpoints.checkpoint import Checkpoint
 from subten.checkpoints.opening import open_checkpoint
 from subten.checkpoints.pulling import Origin, pull, read_origin, resolve_model
+from subten.checkpoints.safetensors_folder import OWN_PREFIX
 from subten.checkpoints.sources import MODELS, SHIPPED, ModelSource
 
 __all__ = [
     "MODELS",
+    "OWN_PREFIX",
     "SHIPPED",
     "Checkpoint",
     "ModelSource",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from subten.checkpoints.checkpoint import Checkpoint
 from subten.checkpoints.gguf_file import open_gguf_file
-from subten.checkpoints.safetensors_folder import open_safetensors_folder
+from subten.checkpoints.safetensors_folder import open_safetensors_folder, weight_files
 from subten.errors import CheckpointError, ModelNotFoundError
 
 
@@ -22,7 +22,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return open_gguf_file(path)
     if not path.is_dir():
         raise ModelNotFoundError(f"{path} does not exist; give a .gguf file or a model folder")
-    if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
+    if weight_files(path) or any(path.glob("*.safetensors.index.json")):
         return open_safetensors_folder(path)
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+OWN_PREFIX = "subten-"
+"""Files beside the weights that are this project's own, such as a calibration, and hold none."""
 TOKENIZER_NAME = "tokenizer.json"
 FP8_TYPE = "F8_E4M3"
 WEIGHT_TYPES = {
@@ -110,6 +112,11 @@ class SafetensorsFolder:
         return fp8.dequantise_channels(codes, factors)
 
 
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a folder that may hold weights, sorted."""
+    return sorted(file for file in path.glob("*.safetensors") if not file.name.startswith(OWN_PREFIX))
+
+
 def open_safetensors_folder(path: Path) -> SafetensorsFolder:
     """Open a folder with config.json and safetensors weights; reads headers only.
 
@@ -147,7 +154,7 @@ def _read_stored(path: Path) -> dict[str, StoredTensor]:
         return _read_shards(path)
     if (path / SINGLE_NAME).is_file():
         return read_safetensors_header(path / SINGLE_NAME)
-    files = sorted(path.glob("*.safetensors"))
+    files = weight_files(path)
     if len(files) != 1:
         raise CheckpointError(f"{path} holds {len(files)} safetensors files and no {INDEX_NAME} that joins them")
     return read_safetensors_header(files[0])

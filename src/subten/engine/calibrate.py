@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from subten.checkpoints import OWN_PREFIX
 from subten.config import home
 from subten.engine.loading import LoadedModel
 from subten.engine.moments import MeasuredLayer, measure_layer, output_moment
@@ -32,7 +33,7 @@ from subten.models.decoder import StepInputs
 
 log = logging.getLogger(__name__)
 
-CALIBRATION_FILE = "subten-calibration.safetensors"
+CALIBRATION_FILE = f"{OWN_PREFIX}calibration.safetensors"
 CALIBRATION_VERSION = 2
 DEFAULT_TOKENS = 1536
 FEWEST_TOKENS = 64
