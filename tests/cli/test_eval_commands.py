@@ -112,7 +112,7 @@ def test_layers_measures_on_the_end_of_the_text_that_ships(subten: Run, model: s
         (["generate", "no-such-model"], "there is no model"),
         (["generate", "MODEL", "--tokens", "1000"], "take 1128 tokens and the context is 1024; ask for fewer tokens"),
         (["generate", "MODEL", "--tokens", "0"], "--tokens"),
-        (["generate", "MODEL", "--text", "short.txt"], "the text has 5 tokens and 6 prompts of 128 need 768"),
+        (["generate", "MODEL", "--text", "short.txt"], "the text has 5 tokens and 5 prompts of 128 need 640"),
         (["generate", "MODEL", "--text", "missing.txt"], "missing.txt can't be read"),
         (["generate", "MODEL", "--formats", "kv3"], "no KV format 'kv3'"),
         (["generate", "MODEL", "--json", "."], "not a regular file"),

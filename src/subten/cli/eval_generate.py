@@ -15,7 +15,7 @@ def eval_generate(
     model: options.Model,
     text: OptionalText = None,
     formats: Formats = "kv4,kv2",
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts, cut from places spread over the text.")] = 6,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts, cut from places spread over the text.")] = 5,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate after each.")] = 512,
     sinks: options.Sinks = None,
