@@ -92,3 +92,9 @@ class NumericalError(SubtenError):
     """A forward pass that produced NaN or infinite logits for a request."""
 
     code = "numerical"
+
+
+class QualityError(SubtenError):
+    """A KV format diverges from 16 bit by more than was allowed."""
+
+    code = "quality"

@@ -41,7 +41,7 @@ def calibrate(
     removed = int(result.mean_key.flatten(1).any(-1).sum())
     shaped, whitened = (flags.float().mean() for flags in (result.shape_keys, result.whiten_keys))
     print(
-        f"calibrated on {result.tokens} tokens: the mean key is removed in {removed} of {layers} layers, the rounding "
-        f"of keys is shaped in {shaped:.0%} and keys are whitened in {whitened:.0%} of the heads"
+        f"calibrated on {result.tokens} tokens: the mean key is removed in {removed} of {layers} layers, the "
+        f"rounding of keys is shaped in {shaped:.0%} and keys are whitened in {whitened:.0%} of the heads"
     )
     print(f"saved as {path}")

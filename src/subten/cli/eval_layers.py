@@ -31,8 +31,9 @@ def eval_layers(
     each layer in turn and for all of them together.
     """
     from subten.engine import load_model
+    from subten.engine.mixed_cache import CHUNK_SIZE
     from subten.evals.figures import computed_by, sha256_of_text
-    from subten.evals.layers import CHUNK_SIZE, measure_layers
+    from subten.evals.layers import measure_layers
     from subten.evals.layers_report import layers_json, layers_table
     from subten.evals.plot import layers_plot
     from subten.evals.quality import cut_windows

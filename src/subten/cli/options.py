@@ -18,6 +18,9 @@ Sinks = Annotated[int | None, typer.Option(help="Tokens at the start kept in 16 
 Recent = Annotated[int | None, typer.Option(help="Newest tokens kept in 16 bit [default: the format's].")]
 Prefill = Annotated[str, typer.Option(help="What a prompt's chunk sees of itself: `window` or `chunk`.")]
 ChunkSize = Annotated[int, typer.Option(help="Prompt tokens per step.")]
+MaxKLD = Annotated[
+    float | None, typer.Option(help="Refuse the format if it diverges by more from 16 bit, in nats per token.")
+]
 Dtype = Annotated[str, typer.Option(help="Compute type: auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Kernel = Annotated[

@@ -38,6 +38,7 @@ def run(
     recent: options.Recent = None,
     prefill: options.Prefill = "chunk",
     chunk_size: options.ChunkSize = 256,
+    max_kld: options.MaxKLD = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     kernel: options.Kernel = None,
@@ -71,6 +72,7 @@ def run(
             max_batch=1,
             prefill=prefill,  # type: ignore[arg-type]  # LLM checks it and names the choices
             chunk_size=chunk_size,
+            max_kld=max_kld,
             dtype=dtype,
             device=device,
             kernels=options.kernels(kernel),

@@ -4,47 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from subten.engine.calibrate import calibration_for
+from subten.engine.canary import check_quality
 from subten.engine.loading import LoadedModel, load_model
 from subten.engine.memory import plan_pools
 from subten.engine.request import Completion, Delta, Request
 from subten.engine.runner import Runner, Work
 from subten.engine.sampling import SamplingParams, sample
 from subten.engine.scheduler import Scheduler
+from subten.engine.usage import CacheUsage
 from subten.errors import ContextLengthError, ParameterError
 from subten.formats import DEFAULT_FORMAT, KVFormat, PageLayout, get_format
 from subten.kernels.attention import PrefillRule
 from subten.kvcache import CacheBooks
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class CacheUsage:
-    """What the sequences of a step held.
-
-    Attributes:
-        tokens: their lengths together.
-        elements: elements of K and V of these tokens.
-        held_bytes: bytes of their pages and windows, measured as allocated.
-        wide_bytes: what the same elements take in 16 bit.
-    """
-
-    tokens: int
-    elements: int
-    held_bytes: int
-    wide_bytes: int
-
-    @property
-    def bits_per_element(self) -> float:
-        """Measured bits per element, windows and unfilled page slots included; 0 where nothing is held."""
-        return 8 * self.held_bytes / self.elements if self.elements else 0.0
 
 
 class LLM:
@@ -64,6 +43,8 @@ class LLM:
         chunk_size: prompt tokens per step.
         prefix_cache: keep the state at the end of prompts and answers, so that a prompt which continues one
             of them is not computed again.
+        max_kld: refuse the format if it diverges from 16 bit by more than so many nats per token on the canary
+            text (canary.py); None does not look.
         dtype: as in `load_model`; ignored, like `device` and `kernels`, for a loaded model.
         device: as in `load_model`.
         kernels: as in `load_model`.
@@ -86,6 +67,7 @@ class LLM:
         prefill: PrefillRule = "chunk",
         chunk_size: int = 256,
         prefix_cache: bool = True,
+        max_kld: float | None = None,
         dtype: str = "auto",
         device: str = "auto",
         kernels: Mapping[str, str] | None = None,
@@ -112,6 +94,8 @@ class LLM:
             device=model.device,
         )
         self.max_context = pools.max_context
+        if max_kld is not None:
+            check_quality(model, self.kv, self.max_context, max_kld)
         self._chunk_size = chunk_size
         namespace = f"{model.fingerprint} {model.dtype} {self.kv} {prefill} {chunk_size}"
         self._books = CacheBooks(

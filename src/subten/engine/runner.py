@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from subten.engine.calibrate import Calibration
+from subten.engine.layer_cache import layer_cache
 from subten.engine.loading import LoadedModel
 from subten.formats import PageLayout
-from subten.formats.coding import uncalibrated_coding
-from subten.kernels.attention import AttentionInputs, LayerCache, MeanKey, PrefillRule
+from subten.kernels.attention import AttentionInputs, PrefillRule
 from subten.kvcache import AppendPlan, CacheStorage, CopyPlan
 from subten.models.decoder import StepInputs
 
@@ -50,21 +50,9 @@ class Runner:
         self._rule = rule
         self.storage = CacheStorage(layout, model.geometry, num_pages, num_windows, model.device)
         self._layers = tuple(
-            self._layer_cache(index, calibration, layout) for index in range(model.geometry.num_layers)
+            layer_cache(model, index, self.storage.layer(index), layout, calibration)
+            for index in range(model.geometry.num_layers)
         )
-
-    def _layer_cache(self, index: int, calibration: Calibration | None, layout: PageLayout) -> LayerCache:
-        model, mean_key = self._model, None
-        if calibration is None:
-            geometry = model.geometry
-            none_kept = torch.zeros(geometry.num_kv_heads, 0, dtype=torch.int64, device=model.device)
-            coding = uncalibrated_coding(layout.format, geometry.head_dim, none_kept)
-        else:
-            coding = calibration.coding(index, layout.format, model)
-            removed = calibration.removed_mean(index, layout.format)
-            if removed is not None:
-                mean_key = MeanKey(removed.to(model.device), model.decoder.rope)
-        return LayerCache(*self.storage.layer(index), coding, mean_key, layout)
 
     def copy(self, copies: CopyPlan) -> None:
         """Carry out copies that belong to no step (a fork, a snapshot, a prefix hit)."""

@@ -17,7 +17,7 @@ from subten.formats.coding import LayerCoding, TensorCoding
 from subten.formats.layout import PageLayout
 from subten.formats.packing import in_token_order, pack, slot_of_token, unpack
 from subten.formats.quantizers import GAUSSIAN_STEP, dequantize, quantize, saturated
-from subten.formats.shaping import shape
+from subten.formats.shaping import shape, whole_tiles
 from subten.formats.spec import PAGE_SIZE, KVFormat, TensorFormat
 
 
@@ -137,7 +137,8 @@ def _shape_together(
 
 
 def _to_coded(x: Tensor, coding: TensorCoding) -> Tensor:
-    return (x.transpose(0, 1) @ coding.to_coded).transpose(0, 1)
+    padded = whole_tiles(x)
+    return (padded.transpose(0, 1) @ coding.to_coded).transpose(0, 1)[: x.shape[0]]
 
 
 def _write(

@@ -118,7 +118,9 @@ def _key_coding(fmt: TensorFormat, moments: LayerMoments, kept: Tensor) -> Tenso
     whitening = eye.expand_as(query)
     if fmt.transform == "whitened":
         whitening = torch.where(moments.whiten_keys[:, None, None], whitening_matrix(key), whitening)
-    to_coded, from_coded = whitening @ rotation, rotation @ torch.linalg.inv(whitening)
+    # Symmetric and positive definite; torch's batched LU can't be trusted (shaping.py).
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(whitening))
+    to_coded, from_coded = whitening @ rotation, rotation @ inverse
     shaper = None
     if fmt.rounding == "shaped":
         metric = from_coded @ query @ from_coded.transpose(1, 2)

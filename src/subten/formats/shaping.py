@@ -30,6 +30,9 @@ from subten.formats.spec import TensorFormat
 DAMPING = 0.1
 """Added to the metric's diagonal, as a share of its mean: the moments are estimates from a short text."""
 
+_TILE = 32
+"""Tokens in a tile: a multiple of the columns that the kernels of a matrix product take at a time."""
+
 _BLOCK = 16
 """Coordinates between two updates of all that follow: within a block only the block itself is kept up to date."""
 
@@ -66,7 +69,9 @@ class NoiseShaper:
         if not ordered:
             order = torch.arange(metric.shape[-1], device=metric.device).expand_as(order)
         metric = metric.take_along_dim(order[:, :, None], 1).take_along_dim(order[:, None], 2)
-        upper = torch.linalg.cholesky(torch.linalg.inv(metric), upper=True)
+        # Not `linalg.inv`: with several threads torch's batched LU fails from 151 rows on (pytorch issue 142815).
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(metric))
+        upper = torch.linalg.cholesky(inverse, upper=True)
         feedback = -(upper / upper.diagonal(dim1=-2, dim2=-1)[:, :, None]).transpose(1, 2)
         coupling = metric / metric.diagonal(dim1=-2, dim2=-1)[:, :, None]
         return cls(
@@ -95,9 +100,9 @@ def shape(x: Tensor, fmt: TensorFormat, shaper: NoiseShaper, initial_step: float
     Returns:
         Codes uint8 [tokens, heads, n], and the grids as they are stored, [tokens, heads, parts].
     """
-    levels = (1 << fmt.bits) - 1
+    levels, tokens = (1 << fmt.bits) - 1, x.shape[0]
     # Tokens innermost: each step of a pass then works on contiguous rows.
-    y = x.permute(1, 2, 0).take_along_dim(shaper.order[:, :, None], 1).contiguous()
+    y = whole_tiles(x).permute(1, 2, 0).take_along_dim(shaper.order[:, :, None], 1).contiguous()
     mean = y.mean(1, keepdim=True)
     scale = (y - mean).square().mean(1, keepdim=True).sqrt() * initial_step
     offset = mean - scale * (levels / 2)
@@ -112,7 +117,14 @@ def shape(x: Tensor, fmt: TensorFormat, shaper: NoiseShaper, initial_step: float
     # NaN has no code: it becomes 0 here and stays visible in the scale.
     stored = codes.nan_to_num(0.0).to(torch.uint8)
     unordered = torch.empty_like(stored).scatter_(1, shaper.order[:, :, None].expand_as(stored), stored)
-    return unordered.permute(2, 0, 1), grid[:, 0].transpose(0, 1)
+    return unordered.permute(2, 0, 1)[:tokens], grid[:, 0].transpose(0, 1)[:tokens]
+
+
+def whole_tiles(x: Tensor) -> Tensor:
+    """Tokens filled up with zeros to whole tiles: a matrix product rounds differently where the number of its
+    columns is another, and one code that falls otherwise moves those after it. What a token becomes must not depend
+    on how many were coded with it."""
+    return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, -x.shape[0] % _TILE))
 
 
 def in_steps(y: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
