@@ -14,8 +14,8 @@ from torch import Tensor
 
 from subten.engine import LLM, CacheUsage, LoadedModel, load_model
 from subten.engine.calibrate import calibration_for
-from subten.errors import ContextLengthError, ParameterError
 from subten.engine.mixed_cache import MixedCacheScorer
+from subten.errors import ContextLengthError, ParameterError
 from subten.evals.layers import measure_layers
 from subten.evals.layers_report import layer_shares, layers_json, layers_table
 from subten.evals.plot import layers_plot
