@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests python tests/formats/make_golden.py
 
-Run it only when the page layout changes on purpose, together with a new `LAYOUT_VERSION`.
+Run it only when the page layout changes on purpose, together with a new `LAYOUT_VERSION`; keep a file of the old
+version beside the new ones, under a name that says so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from subten.formats import PAGE_SIZE, CacheGeometry, PageLayout, get_format
+from subten.formats.coding import LayerCoding, uncalibrated_coding
 from subten.formats.pagefile import dump_pages
 from support import quantizers as by_definition
 from support.kv import encode, reconstruct
@@ -23,6 +25,8 @@ from support.kv import encode, reconstruct
 FOLDER = Path(__file__).parent / "golden"
 INDEX = FOLDER / "index.json"
 CASES = (("kv2", 64), ("kv2", 128), ("kv4", 64), ("int4", 64), ("fp8", 64), ("kivi2", 64))
+OLD_VERSIONS = {1: "version-1-kv2-64.bin"}
+"""Files that must be refused."""
 PROBES = tuple((token * 29 % PAGE_SIZE, 7 * token) for token in range(8))
 """(token, channel) of the reconstructed elements that the index records."""
 
@@ -43,6 +47,12 @@ def kept_channels(head_dim: int) -> Tensor:
     return torch.tensor([[5, 5 + head_dim // 2]])
 
 
+def coding_of(layout: PageLayout) -> LayerCoding:
+    """Coding by the format alone: it is made of a few signs, the same on every machine."""
+    kept = kept_channels(layout.head_dim) if layout.format.key.kept_pairs else kept_channels(layout.head_dim)[:, :0]
+    return uncalibrated_coding(layout.format, layout.head_dim, kept)
+
+
 def clear_cut(name: str, keys: Tensor, values: Tensor) -> bool:
     """Whether no rounding hangs by a float32 error, so that every machine stores the same bytes."""
     core = keys.clone()
@@ -55,12 +65,12 @@ def clear_cut(name: str, keys: Tensor, values: Tensor) -> bool:
 def make(name: str, head_dim: int) -> dict[str, object]:
     """Write one file; return its entry in the index."""
     layout, geometry = PageLayout(get_format(name), head_dim), CacheGeometry(1, 1, head_dim)
-    kept = kept_channels(head_dim) if layout.format.key.kept_pairs else kept_channels(head_dim)[:, :0]
+    coding = coding_of(layout)
     salt = next(salt for salt in itertools.count() if clear_cut(name, *inputs(salt, head_dim)))
-    records = encode(layout, *inputs(salt, head_dim), kept)
+    records = encode(layout, *inputs(salt, head_dim), coding)
     file = f"{name}-{head_dim}.bin"
     (FOLDER / file).write_bytes(dump_pages(records.flatten(1), layout, geometry))
-    read = reconstruct(layout, records, kept, PAGE_SIZE)
+    read = reconstruct(layout, records, coding, PAGE_SIZE)
     by_side = dict(zip("kv", read, strict=True))
     return {
         "format": name,

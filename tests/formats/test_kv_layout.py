@@ -30,12 +30,18 @@ def test_kv2_at_head_dim_128_is_the_documented_record() -> None:
     assert {name: (p.dtype, p.shape, p.offset) for name, p in layout.planes.items()} == {
         "key_codes": (torch.int16, (64, 16), 0),
         "value_codes": (torch.int16, (16, 64), 2048),
-        "key_scale": (torch.float16, (64, 1, 2), 4096),
-        "value_scale": (torch.float16, (64, 1, 2), 4352),
-        "kept_pair": (torch.float16, (64, 2), 4608),
+        "key_scale": (torch.int16, (64, 1, 1), 4096),
+        "value_scale": (torch.int16, (64, 1, 1), 4224),
+        "kept_pair": (torch.float16, (64, 2), 4352),
     }
-    assert layout.record_bytes == 4864
-    assert layout.coded_bits() == 2.375
+    assert layout.record_bytes == 4608
+    assert layout.coded_bits() == 2.25
+
+
+def test_what_is_not_calibrated_has_the_same_record() -> None:
+    for head_dim in HEAD_DIMS:
+        plain, calibrated = (PageLayout(get_format(name), head_dim) for name in ("kv2-plain", "kv2"))
+        assert plain.planes == calibrated.planes
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -58,7 +64,7 @@ def tensor_record_bits(fmt: TensorFormat, head_dim: int) -> int:
     """Bits that keys, or values, of 64 tokens of one head take; added up element by element."""
     bits = PAGE_SIZE * head_dim * fmt.bits
     if fmt.coded:
-        one_scale = 32 if fmt.offset else 16
+        one_scale = 32 if fmt.offset and fmt.affine == "fp16" else 16
         if fmt.axis == "channel":
             bits += head_dim * one_scale
         else:

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from subten.formats import PAGE_SIZE, PageLayout, get_format
-from subten.formats.codec import to_coded_space
+from subten.formats.hadamard import hadamard
 from subten.formats.packing import in_token_order, pack, slot_of_token, unpack, words_per_token
 from subten.formats.quantizers import quantize
-from support.kv import HEAD_DIMS, encode, gaussian, kept_channels
+from support.kv import HEAD_DIMS, encode, gaussian, plain_coding
 
 
 @given(
@@ -75,12 +75,12 @@ def test_codes_of_a_page_lie_where_the_layout_says(name: str, head_dim: int) -> 
     fmt = get_format(name)
     layout = PageLayout(fmt, head_dim)
     keys, values = gaussian(PAGE_SIZE, 1, head_dim, seed=1), gaussian(PAGE_SIZE, 1, head_dim, seed=2)
-    kept = kept_channels(layout, 1)
-    record = bytes(encode(layout, keys, values, kept)[0, 0].numpy())
+    coding = plain_coding(layout, 1)
+    record = bytes(encode(layout, keys, values, coding)[0, 0].numpy())
     for side, x, tensor in (("key", keys, fmt.key), ("value", values, fmt.value)):
         if tensor.kept_pairs:
-            x = x.index_fill(-1, kept[0], 0.0)
-        rotated = to_coded_space(x, tensor)
+            x = x.index_fill(-1, coding.kept_channels[0], 0.0)
+        rotated = hadamard(x) if tensor.transform != "none" else x
         expected = torch.cat(
             [quantize(part, tensor).codes for part in rotated.split(tensor.group or head_dim, dim=-1)], dim=-1
         )

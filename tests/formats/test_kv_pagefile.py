@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from subten.errors import PageFormatError
 from subten.formats import PAGE_SIZE, CacheGeometry, PageLayout, get_format
+from subten.formats.coding import LayerCoding
+from subten.formats.layout import LAYOUT_VERSION
 from subten.formats.pagefile import MAGIC, dump_pages, load_pages
 from support import quantizers as by_definition
 from support.kv import FORMAT_NAMES, encode, reconstruct
@@ -34,23 +36,23 @@ FILE = dump_pages(PAGES, LAYOUT, GEOMETRY)
 # --- files written by an earlier version ---------------------------------------------------------------------
 
 
-def stored(entry: dict[str, Any]) -> tuple[bytes, PageLayout, CacheGeometry, torch.Tensor]:
+def stored(entry: dict[str, Any]) -> tuple[bytes, PageLayout, CacheGeometry, LayerCoding]:
     layout = PageLayout(get_format(entry["format"]), entry["head_dim"])
-    kept = make_golden.kept_channels(layout.head_dim)[:, : 2 * layout.format.key.kept_pairs]
     data = (make_golden.FOLDER / entry["file"]).read_bytes()
-    return data, layout, CacheGeometry(1, 1, layout.head_dim), kept
+    return data, layout, CacheGeometry(1, 1, layout.head_dim), make_golden.coding_of(layout)
 
 
 def test_the_index_lists_every_golden_file() -> None:
-    assert {entry["file"] for entry in GOLDEN} == {path.name for path in make_golden.FOLDER.glob("*.bin")}
+    files = {path.name for path in make_golden.FOLDER.glob("*.bin")}
+    assert {entry["file"] for entry in GOLDEN} == files - set(make_golden.OLD_VERSIONS.values())
     assert [(entry["format"], entry["head_dim"]) for entry in GOLDEN] == list(make_golden.CASES)
 
 
 @golden
 def test_golden_pages_read_as_they_always_did(entry: dict[str, Any]) -> None:
-    data, layout, geometry, kept = stored(entry)
+    data, layout, geometry, coding = stored(entry)
     records = load_pages(data, layout, geometry).unflatten(1, (1, layout.record_bytes))
-    for side, read in zip("kv", reconstruct(layout, records, kept, PAGE_SIZE), strict=True):
+    for side, read in zip("kv", reconstruct(layout, records, coding, PAGE_SIZE), strict=True):
         probes = [float(read[token, 0, channel]) for token, channel in make_golden.PROBES]
         assert probes == pytest.approx(entry["probes"][side], rel=1e-5, abs=1e-5)
         assert float(read.double().norm()) == pytest.approx(entry["norms"][side], rel=1e-6)
@@ -58,11 +60,11 @@ def test_golden_pages_read_as_they_always_did(entry: dict[str, Any]) -> None:
 
 @golden
 def test_golden_pages_read_as_the_formulas_say(entry: dict[str, Any]) -> None:
-    data, layout, geometry, kept = stored(entry)
+    data, layout, geometry, coding = stored(entry)
     records = load_pages(data, layout, geometry).unflatten(1, (1, layout.record_bytes))
     keys, values = (x[:, 0].double().numpy() for x in make_golden.inputs(entry["salt"], entry["head_dim"]))
-    read_keys, read_values = (x[:, 0].double().numpy() for x in reconstruct(layout, records, kept, PAGE_SIZE))
-    core, channels = keys.copy(), kept[0].tolist()
+    read_keys, read_values = (x[:, 0].double().numpy() for x in reconstruct(layout, records, coding, PAGE_SIZE))
+    core, channels = keys.copy(), coding.kept_channels[0].tolist()
     core[:, channels] = 0
     expected, sure = by_definition.coded_page(entry["format"], "key", core)
     assert sure.all()
@@ -75,11 +77,27 @@ def test_golden_pages_read_as_the_formulas_say(entry: dict[str, Any]) -> None:
 
 @golden
 def test_coding_the_same_tokens_again_gives_the_golden_bytes(entry: dict[str, Any]) -> None:
-    data, layout, geometry, kept = stored(entry)
+    data, layout, geometry, coding = stored(entry)
     keys, values = make_golden.inputs(entry["salt"], entry["head_dim"])
-    pages = encode(layout, keys, values, kept).flatten(1)
+    pages = encode(layout, keys, values, coding).flatten(1)
     assert torch.equal(pages, load_pages(data, layout, geometry))
     assert dump_pages(pages, layout, geometry) == data
+
+
+@pytest.mark.parametrize(("version", "file"), make_golden.OLD_VERSIONS.items())
+def test_a_file_of_an_older_version_is_refused_in_one_clear_sentence(version: int, file: str) -> None:
+    data = (make_golden.FOLDER / file).read_bytes()
+    assert version < LAYOUT_VERSION
+    with pytest.raises(PageFormatError) as refused:
+        load_pages(data, PageLayout(get_format("kv2"), 64), CacheGeometry(1, 1, 64))
+    assert str(refused.value) == (
+        f"the page file has version {version} where this cache needs {LAYOUT_VERSION}; "
+        "pages can't be moved between versions, formats or geometries"
+    )
+
+
+def test_all_older_versions_are_represented() -> None:
+    assert list(make_golden.OLD_VERSIONS) == list(range(1, LAYOUT_VERSION))
 
 
 # --- round trips and refusals --------------------------------------------------------------------------------
@@ -138,7 +156,7 @@ def test_the_message_says_what_is_wrong() -> None:
         FILE[:-1]: "cut short",
         FILE + b"\0": "cut short",
         FILE[:-1] + bytes([FILE[-1] ^ 1]): "do not match their checksum",
-        with_header(version=2): "has version 2 where this cache needs 1",
+        with_header(version=3): "has version 3 where this cache needs 2",
         with_header(format="kv4"): "has format 'kv4' where this cache needs 'kv2'",
         with_header(sinks=4): "has sinks 4 where this cache needs 64",
         with_header(page_size=32): "has page_size 32 where this cache needs 64",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -11,10 +11,12 @@ from torch import Tensor
 
 from subten.formats import PAGE_SIZE, PageLayout
 from subten.formats.codec import decode_keys, decode_values, reconstruct_keys, reconstruct_values
-from subten.kernels.attention import AttentionInputs, LayerCache, PrefillRule, WideTokens
+from subten.formats.coding import LayerCoding, TensorCoding
+from subten.kernels.attention import AttentionInputs, LayerCache, MeanKey, PrefillRule, WideTokens
 from subten.kernels.attention.append import append_reference
 from subten.kernels.attention.attend import attend_reference
-from support.kv import POISON, encode, gaussian, granular, kept_channels, keys_with_bias
+from subten.kernels.rope import RopeSpec, rope_table
+from support.kv import CPU, POISON, encode, gaussian, granular, keys_with_bias, plain_coding, random_coding
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,36 @@ def history(
     return History(q, k, v).to(dtype)
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """How one layer is coded beyond its format, and what is taken out of its keys first."""
+
+    coding: LayerCoding
+    mean_key: MeanKey | None = None
+
+    @property
+    def exact(self) -> LayerCoding:
+        """The way back from coded space in float64."""
+        return replace(self.coding, key=_in_float64(self.coding.key), value=_in_float64(self.coding.value))
+
+
+def plain(layout: PageLayout, kv_heads: int) -> Calibration:
+    return Calibration(plain_coding(layout, kv_heads))
+
+
+def calibrated(layout: PageLayout, kv_heads: int, seed: int = 0) -> Calibration:
+    """Random moments, and where the format takes one out a mean key that RoPE carries along."""
+    if not layout.format.key.remove_mean:
+        return Calibration(random_coding(layout, kv_heads, seed))
+    mean = 4 * gaussian(kv_heads, layout.head_dim, seed=seed + 30)
+    rope = rope_table(RopeSpec(layout.head_dim, theta=10_000.0), 2048, CPU)
+    return Calibration(random_coding(layout, kv_heads, seed), MeanKey(mean, rope))
+
+
+def _in_float64(coding: TensorCoding | None) -> TensorCoding | None:
+    return coding and replace(coding, from_coded=coding.from_coded.double())
+
+
 @dataclass
 class Paged:
     """One layer's cache of a batch of sequences, driven step by step as the engine's runner does.
@@ -62,6 +94,8 @@ class Paged:
     rule: PrefillRule = "window"
     seed: int = 0
     poison: int = POISON
+    calibrate: Callable[[PageLayout, int], Calibration] = plain
+    calibration: Calibration = field(init=False)
     cache: LayerCache = field(init=False)
     tables: Tensor = field(init=False)
     slots: Tensor = field(init=False)
@@ -79,8 +113,14 @@ class Paged:
         pages = torch.full((len(pool), self.kv_heads, layout.record_bytes), self.poison, dtype=torch.uint8)
         shape = (batch + 1, 2, self.kv_heads, layout.format.window_size, layout.head_dim)
         windows = torch.full((*shape, layout.wide_dtype.itemsize), self.poison, dtype=torch.uint8)
-        kept = kept_channels(layout, self.kv_heads)
-        self.cache = LayerCache(pages, windows.view(layout.wide_dtype)[..., 0], kept, layout)
+        self.calibration = self.calibrate(layout, self.kv_heads)
+        self.cache = LayerCache(
+            pages,
+            windows.view(layout.wide_dtype)[..., 0],
+            self.calibration.coding,
+            self.calibration.mean_key,
+            layout,
+        )
         self.held = [0] * batch
 
     def inputs(self, sizes: dict[int, int]) -> AttentionInputs:
@@ -140,26 +180,35 @@ def reads_codes(query: int, token: int, chunk_start: int, chunk_size: int, layou
     return end_of_its_page <= query - fmt.recent
 
 
-def through_codes(past: History, layout: PageLayout, kept: Tensor) -> tuple[Tensor, Tensor]:
+def through_codes(past: History, layout: PageLayout, calibration: Calibration) -> tuple[Tensor, Tensor]:
     """Every key and value as it reads once it is coded, float64; sinks and incomplete pages as they are."""
     first, tokens = layout.format.sinks, granular(layout.format, max(0, past.length - layout.format.sinks))
     keys, values = past.k.double(), past.v.double()
     if tokens:
-        part = slice(first, first + tokens)
-        records = encode(layout, past.k[part].float(), past.v[part].float(), kept).transpose(0, 1)
+        part, coding = slice(first, first + tokens), calibration.exact
+        mean = removed_mean(calibration, past)[part]
+        records = encode(layout, past.k[part].float() - mean, past.v[part].float(), calibration.coding)
+        records = records.transpose(0, 1)
         decoded = decode_keys(records, layout)
         decoded = decoded._replace(coded=decoded.coded.double(), kept=decoded.kept.double())
         keys, values = keys.clone(), values.clone()
-        keys[part] = reconstruct_keys(decoded, kept, layout)[:, :tokens].transpose(0, 1)
-        values[part] = reconstruct_values(decode_values(records, layout).double(), layout)[:, :tokens].transpose(0, 1)
+        keys[part] = reconstruct_keys(decoded, coding, layout)[:, :tokens].transpose(0, 1) + mean
+        values[part] = reconstruct_values(decode_values(records, layout).double(), coding)[:, :tokens].transpose(0, 1)
     return keys, values
+
+
+def removed_mean(calibration: Calibration, past: History) -> Tensor:
+    """What is taken out of each key before it is coded, float32 like the keys."""
+    if calibration.mean_key is None:
+        return torch.zeros_like(past.k, dtype=torch.float32)
+    return calibration.mean_key.at(torch.arange(past.length))
 
 
 def attention_by_definition(
     past: History,
     chunking: Sequence[int],
     layout: PageLayout,
-    kept: Tensor,
+    calibration: Calibration,
     rule: str,
     scale: float,
     first_query: int = 0,
@@ -169,7 +218,7 @@ def attention_by_definition(
     Returns:
         [length - first_query, num_heads, head_dim].
     """
-    coded_keys, coded_values = (x.numpy() for x in through_codes(past, layout, kept))
+    coded_keys, coded_values = (x.numpy() for x in through_codes(past, layout, calibration))
     q, wide_keys, wide_values = (x.double().numpy() for x in (past.q, past.k, past.v))
     group = q.shape[1] // wide_keys.shape[1]
     out = np.empty((past.length - first_query, *q.shape[1:]))

@@ -18,6 +18,11 @@ MARGIN = 2e-5
 """Distance from a decision boundary, in steps, below which float32 may decide otherwise."""
 
 
+LINES = {"kv4": (4, 4), "kv2": (2, 2), "k4v2": (4, 2), "kv2-plain": (2, 2)}
+"""Bits of keys and values of the formats that code a token on a straight line after a Hadamard transform. As long as
+nothing of a model is known, `kv2` and `kv2-plain` do the same."""
+
+
 @dataclass(frozen=True)
 class Coded:
     """What a row reads back as, and whether every rounding in it was clear-cut."""
@@ -49,16 +54,59 @@ def nearest(row: Array, levels: Array) -> tuple[Array, bool]:
     return levels[distance.argmin(axis=1)], bool(sure)
 
 
-def gaussian_affine(row: Array, bits: int) -> Coded:
-    """Max's uniform quantiser for the row's mean and deviation, then the straight line through (code, value)."""
+def e5m5(value: float, slack: float) -> tuple[float, bool]:
+    """A positive `value` rounded to fp16 and then to five of its ten mantissa bits, the middle of two upwards."""
+
+    def rounded(x: float) -> float:
+        half = float(np.float16(x))
+        step = 2.0 ** (max(np.frexp(half)[1] - 1, -14) - 5)
+        return min(np.floor(half / step + 0.5) * step, 64512.0)
+
+    return rounded(value), rounded(value - slack) == rounded(value + slack)
+
+
+def packed_affine(scale: float, offset: float, bits: int, slack: float) -> tuple[float, float, bool]:
+    """Scale with five mantissa bits; offset in eighths of it, -4 to 3.875 from the middle of the grid.
+
+    A grid whose middle is farther away than 3.875 scales is made wide enough.
+    """
+    middle = offset + scale * (2**bits - 1) / 2
+    scale = max(scale, abs(middle) / 3.875)
+    scale, sure = e5m5(scale, slack)
+    eighths = middle / scale * 8 if scale else 0.0
+    sure = sure and abs(eighths - np.floor(eighths) - 0.5) > 8 * MARGIN * (1 + abs(eighths))
+    offset = (np.clip(np.round(eighths), -32, 31) / 8 - (2**bits - 1) / 2) * scale
+    return scale, float(offset), bool(sure)
+
+
+def stored_line(scale: float, offset: float, bits: int, slack: float, packed: bool) -> tuple[float, float, bool]:
+    """Scale and offset as they are read back, and whether that is sure."""
+    if packed:
+        return packed_affine(scale, offset, bits, slack)
+    (scale, scale_sure), (offset, offset_sure) = fp16(scale, slack), fp16(offset, slack)
+    return scale, offset, scale_sure and offset_sure
+
+
+def gaussian_affine(row: Array, bits: int, packed: bool) -> Coded:
+    """Max's uniform quantiser for the row's mean and deviation, then the straight line through (code, value).
+
+    A line that is stored packed is a coarse one: each element then goes to the nearest of its levels. In the end
+    scale and offset are raised so that what is read has the row's own length along the row.
+    """
     step = {2: 0.9957, 4: 0.3352}[bits] * row.std()
     boundaries = row.mean() + step * (np.arange(1, 2**bits) - 2 ** (bits - 1))
     codes = np.digitize(row, boundaries)
     clear = np.abs(row[:, None] - boundaries).min() > MARGIN * step
     slope, start = np.polyfit(codes, row, 1)
     slack = 3e-6 * (row.std() + abs(row.mean()))
-    (slope, slope_sure), (start, start_sure) = fp16(slope, slack), fp16(start, slack)
-    return Coded(slope * codes + start, bool(clear and slope_sure and start_sure))
+    slope, start, line_sure = stored_line(slope, start, bits, slack, packed)
+    read = start + slope * codes
+    if packed:
+        read, codes_sure = nearest(row, start + slope * np.arange(2**bits))
+        codes, clear = np.round((read - start) / slope), clear and codes_sure
+    gain = np.clip((row @ row) / (read @ row), 1.0, 2.0)
+    slope, start, gained_sure = stored_line(slope * gain, start * gain, bits, slack, packed)
+    return Coded(start + slope * codes, bool(clear and line_sure and gained_sure))
 
 
 def clip_search(row: Array) -> Coded:
@@ -142,10 +190,10 @@ def coded_page(name: str, side: str, page: Array) -> tuple[Array, NDArray[np.boo
         Values [64, head_dim], and bool [64, head_dim]: whether they are sure.
     """
     head_dim = page.shape[1]
-    bits = {"kv4": (4, 4), "kv2": (2, 2), "k4v2": (4, 2)}.get(name)
-    if bits:
+    if name in LINES:
+        bits = LINES[name][side == "value"]
         rotation = hadamard_matrix(head_dim)
-        rows = [gaussian_affine(row @ rotation, bits[side == "value"]) for row in page]
+        rows = [gaussian_affine(row @ rotation, bits, packed=bits == 2) for row in page]
         return np.stack([r.values @ rotation for r in rows]), _sure(rows, head_dim)
     if name == "kivi2" and side == "key":
         columns = [clip_search(column) for column in page.T]

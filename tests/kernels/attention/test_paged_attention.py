@@ -40,7 +40,7 @@ def test_a_ragged_batch_attends_as_defined(name: str, head_dim: int, group: int,
     paged = Paged(layout, 2, lengths, rule)
     outputs = paged.run(histories, chunkings, SCALE)
     for past, chunking, out in zip(histories, chunkings, outputs, strict=True):
-        expected = attention_by_definition(past, chunking, layout, paged.cache.kept_channels, rule, SCALE)
+        expected = attention_by_definition(past, chunking, layout, paged.calibration, rule, SCALE)
         assert_close(out, expected)
 
 
@@ -60,7 +60,7 @@ def test_any_batch_attends_as_defined(data: st.DataObject) -> None:
     paged = Paged(layout, kv_heads, lengths, rule)
     outputs = paged.run(histories, chunkings, SCALE)
     for past, chunking, out in zip(histories, chunkings, outputs, strict=True):
-        expected = attention_by_definition(past, chunking, layout, paged.cache.kept_channels, rule, SCALE)
+        expected = attention_by_definition(past, chunking, layout, paged.calibration, rule, SCALE)
         assert_close(out, expected)
 
 
@@ -73,7 +73,7 @@ def test_contexts_longer_than_a_block_attend_as_defined(name: str, rule: Prefill
     chunking = [*cut(1200, 256), 12, 1, 1, 6]
     paged = Paged(layout, 1, [past.length], rule)
     (out,) = paged.run([past], [chunking], SCALE)
-    expected = attention_by_definition(past, chunking, layout, paged.cache.kept_channels, rule, SCALE, 1195)
+    expected = attention_by_definition(past, chunking, layout, paged.calibration, rule, SCALE, 1195)
     assert_close(out[1195:], expected)
 
 
@@ -84,7 +84,7 @@ def test_every_length_from_1_to_257(name: str) -> None:
     longest = history(257, 1, 2, 64)
     paged = Paged(layout, 1, [257])
     (out,) = paged.run([longest], [[257]], SCALE)
-    assert_close(out, attention_by_definition(longest, [257], layout, paged.cache.kept_channels, "window", SCALE))
+    assert_close(out, attention_by_definition(longest, [257], layout, paged.calibration, "window", SCALE))
     for length in range(1, 257):
         (part,) = Paged(layout, 1, [length]).run([longest.part(0, length)], [[length]], SCALE)
         assert_close(part, out[:length], 1e-12)
@@ -204,7 +204,7 @@ def test_float32_errs_at_most_twice_as_much_as_torchs_own_attention(name: str) -
     past = history(length, 2, 4, 128, dtype=torch.float32)
     paged = Paged(layout, 2, [length])
     (out,) = paged.run([past], [[length - 1, 1]], scale)
-    exact = attention_by_definition(past, [length - 1, 1], layout, paged.cache.kept_channels, "window", scale)
+    exact = attention_by_definition(past, [length - 1, 1], layout, paged.calibration, "window", scale)
     q, k, v = (x.transpose(0, 1)[None] for x in (past.q, past.k, past.v))
     torchs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     torchs64 = torch.nn.functional.scaled_dot_product_attention(
