@@ -26,7 +26,7 @@ from subten.engine.calibrate import shipped_text, without_cache
 from subten.engine.moments import moments_of, output_moment
 from subten.evals.metrics import kl_divergence, token_nll
 from subten.formats.affine import load_affine, store_affine, unbiasing
-from subten.formats.coding import whitening_matrix, without_channels
+from subten.formats.coding import pair_energy, whitening_matrix, without_channels
 from subten.formats.hadamard import hadamard
 from subten.formats.quantizers import GAUSSIAN_STEP
 from subten.formats.shaping import NoiseShaper, descent_pass, feedback_pass, fit_grid, in_steps
@@ -221,7 +221,7 @@ class Explorer:
             cost, energy = (
                 (moments.query, moments.key) if side == "key" else (moments.output, self._moments[layer][1])
             )
-            pairs = moments.pair_energy().topk(c.pairs, dim=-1).indices
+            pairs = pair_energy(moments.key).topk(c.pairs, dim=-1).indices
             kept = torch.cat([pairs, pairs + cost.shape[-1] // 2], dim=-1)
             cost, energy = (without_channels(x.double(), kept) for x in (cost, energy))
             eye = torch.eye(cost.shape[-1], dtype=torch.float64, device=cost.device)

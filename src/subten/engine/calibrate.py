@@ -34,7 +34,7 @@ from subten.models.decoder import StepInputs
 log = logging.getLogger(__name__)
 
 CALIBRATION_FILE = f"{OWN_PREFIX}calibration.safetensors"
-CALIBRATION_VERSION = 2
+CALIBRATION_VERSION = 3
 DEFAULT_TOKENS = 1536
 FEWEST_TOKENS = 64
 
@@ -49,6 +49,7 @@ class Calibration:
         query_moment: float16 [L, G, D, D], second moment of the queries that read a KV head, with a mean diagonal
             of 1, averaged over positions.
         key_moment: the same of the keys, without their mean where `mean_key` is not zero.
+        pair_energy: float32 [L, G, D / 2], of the keys with their mean.
         mean_key: float32 [L, G, D], mean key before RoPE; zero in layers whose keys are coded as they are.
         shape_keys: bool [L, G], whether the rounding of keys is shaped.
         whiten_keys: bool [L, G], whether keys are whitened before coding.
@@ -59,6 +60,7 @@ class Calibration:
 
     query_moment: Tensor
     key_moment: Tensor
+    pair_energy: Tensor
     mean_key: Tensor
     shape_keys: Tensor
     whiten_keys: Tensor
@@ -69,9 +71,9 @@ class Calibration:
     def coding(self, layer: int, fmt: KVFormat, model: LoadedModel) -> LayerCoding:
         """How a format codes one layer of the model, on the model's device."""
         output = output_moment(model.decoder.weights.layers[layer].attention.o.weight, model.geometry)
-        measured = (self.query_moment, self.key_moment, self.shape_keys, self.whiten_keys)
-        query, key, shape, whiten = (x[layer].to(model.device) for x in measured)
-        return calibrated_coding(fmt, LayerMoments(query, key, output, shape, whiten))
+        measured = (self.query_moment, self.key_moment, self.pair_energy, self.shape_keys, self.whiten_keys)
+        query, key, energy, shape, whiten = (x[layer].to(model.device) for x in measured)
+        return calibrated_coding(fmt, LayerMoments(query, key, energy, output, shape, whiten))
 
     def removed_mean(self, layer: int, fmt: KVFormat) -> Tensor | None:
         """The mean key [G, D] that a format takes out of a layer's keys, if it does."""
@@ -79,7 +81,7 @@ class Calibration:
         return mean if fmt.key.remove_mean and bool(mean.any()) else None
 
 
-_TENSORS = ("query_moment", "key_moment", "mean_key", "shape_keys", "whiten_keys")
+_TENSORS = ("query_moment", "key_moment", "pair_energy", "mean_key", "shape_keys", "whiten_keys")
 
 
 def shipped_text() -> str:

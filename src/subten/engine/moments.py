@@ -17,7 +17,7 @@ from torch import Tensor
 
 from subten.formats import FORMATS, CacheGeometry, PageLayout
 from subten.formats.codec import through_records
-from subten.formats.coding import LayerMoments, calibrated_coding
+from subten.formats.coding import LayerMoments, calibrated_coding, pair_energy
 from subten.kernels.attention.inputs import MeanKey
 from subten.kernels.rope import RopeTable, rope_reference
 
@@ -44,6 +44,7 @@ class MeasuredLayer:
 
     query_moment: Tensor
     key_moment: Tensor
+    pair_energy: Tensor
     mean_key: Tensor
     shape_keys: Tensor
     whiten_keys: Tensor
@@ -85,7 +86,7 @@ def measure_layer(q: Tensor, k: Tensor, v: Tensor, output: Tensor, rope: RopeTab
     chosen = torch.stack([errors[choice] for choice in choices]).argmin(0)
     whiten, shape = (torch.tensor([c[i] for c in choices], device=k.device)[chosen] for i in (1, 2))
     moments, mean_key = moments_of(q, k, output, rope, remove_mean=remove_mean)
-    return MeasuredLayer(moments.query.half(), moments.key.half(), mean_key, shape, whiten)
+    return MeasuredLayer(moments.query.half(), moments.key.half(), moments.pair_energy, mean_key, shape, whiten)
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ def moments_of(
     query_moment, key_moment = (
         _averaged_over_positions(x.transpose(1, 2) @ x / x.shape[1], rope) for x in (queries, keys - mean[:, None])
     )
-    return LayerMoments(query_moment, key_moment, output, yes, yes), mean
+    energy = pair_energy(keys.transpose(1, 2) @ keys / keys.shape[1])
+    return LayerMoments(query_moment, key_moment, energy, output, yes, yes), mean
 
 
 def _averaged_over_positions(moment: Tensor, rope: RopeTable) -> Tensor:

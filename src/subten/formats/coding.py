@@ -66,6 +66,8 @@ class LayerMoments:
     Attributes:
         query: of the queries of each KV head's group, after RoPE, averaged over positions.
         key: of the keys, their mean taken out where the layer's mean key is removed.
+        pair_energy: float32 [num_kv_heads, head_dim / 2], mean squared length of each rotary pair (c, c + head_dim / 2)
+            of the keys, their mean included.
         output: W_o^T W_o over the group's columns: what an error of a value costs after the output projection.
         shape_keys: bool [num_kv_heads], whether shaping the keys' rounding lowers the error of the attention.
         whiten_keys: bool [num_kv_heads], the same of whitening.
@@ -73,14 +75,10 @@ class LayerMoments:
 
     query: Tensor
     key: Tensor
+    pair_energy: Tensor
     output: Tensor
     shape_keys: Tensor
     whiten_keys: Tensor
-
-    def pair_energy(self) -> Tensor:
-        """Mean squared length of each rotary pair (c, c + head_dim / 2) of the keys, [num_kv_heads, head_dim / 2]."""
-        by_half: Tensor = self.key.diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1))
-        return by_half.sum(-2)
 
 
 def uncalibrated_coding(fmt: KVFormat, head_dim: int, kept_channels: Tensor) -> LayerCoding:
@@ -104,9 +102,16 @@ def calibrated_coding(fmt: KVFormat, moments: LayerMoments) -> LayerCoding:
     their errors after a plain Hadamard transform.
     """
     half = moments.key.shape[-1] // 2
-    pairs = moments.pair_energy().topk(fmt.key.kept_pairs, dim=-1).indices
+    energy = pair_energy(moments.key) if fmt.key.remove_mean else moments.pair_energy
+    pairs = energy.topk(fmt.key.kept_pairs, dim=-1).indices
     kept = torch.cat([pairs, pairs + half], dim=-1)
     return LayerCoding(kept, _key_coding(fmt.key, moments, kept), _value_coding(fmt.value, moments.output))
+
+
+def pair_energy(moment: Tensor) -> Tensor:
+    """Mean squared length of each rotary pair (c, c + n / 2) of vectors with this moment [heads, n, n]."""
+    by_half: Tensor = moment.diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1))
+    return by_half.sum(-2)
 
 
 def _key_coding(fmt: TensorFormat, moments: LayerMoments, kept: Tensor) -> TensorCoding | None:
