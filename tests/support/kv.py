@@ -7,7 +7,7 @@ from torch import Tensor
 
 from subten.formats import FORMATS, PAGE_SIZE, KVFormat, PageLayout
 from subten.formats.codec import decode_keys, decode_values, reconstruct_keys, reconstruct_values, write_tokens
-from subten.formats.coding import LayerCoding, LayerMoments, calibrated_coding, uncalibrated_coding
+from subten.formats.coding import LayerCoding, LayerMoments, calibrated_coding, pair_energy, uncalibrated_coding
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 FORMAT_NAMES = tuple(FORMATS)
@@ -59,7 +59,7 @@ def random_moments(heads: int, head_dim: int, seed: int = 0) -> LayerMoments:
     """What calibration could have measured; the heads take turns in what was found good for them."""
     head = torch.arange(heads)
     query, key, output = (random_moment(heads, head_dim, seed + part) for part in (0, 10, 20))
-    return LayerMoments(query, key, output, shape_keys=head % 3 != 2, whiten_keys=head % 2 == 0)
+    return LayerMoments(query, key, pair_energy(key), output, shape_keys=head % 3 != 2, whiten_keys=head % 2 == 0)
 
 
 def random_coding(layout: PageLayout, heads: int, seed: int = 0) -> LayerCoding:

@@ -66,8 +66,8 @@ class LayerMoments:
     Attributes:
         query: of the queries of each KV head's group, after RoPE, averaged over positions.
         key: of the keys, their mean taken out where the layer's mean key is removed.
-        pair_energy: float32 [num_kv_heads, head_dim / 2], mean squared length of each rotary pair (c, c + head_dim / 2)
-            of the keys, their mean included.
+        pair_energy: float32 [num_kv_heads, head_dim / 2], mean squared length of each rotary pair
+            (c, c + head_dim / 2) of the keys, their mean included.
         output: W_o^T W_o over the group's columns: what an error of a value costs after the output projection.
         shape_keys: bool [num_kv_heads], whether shaping the keys' rounding lowers the error of the attention.
         whiten_keys: bool [num_kv_heads], the same of whitening.
