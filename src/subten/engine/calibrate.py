@@ -201,10 +201,8 @@ def load_calibration(path: Path, model: LoadedModel) -> Calibration:
 def _check_shapes(tensors: dict[str, Tensor], model: LoadedModel, path: Path) -> None:
     geometry = model.geometry
     heads, size = (geometry.num_layers, geometry.num_kv_heads), geometry.head_dim
-    expected = dict(
-        zip(_TENSORS, ((*heads, size, size), (*heads, size, size), (*heads, size), heads, heads), strict=True)
-    )
-    for name, shape in expected.items():
+    square, vector, pairs = (*heads, size, size), (*heads, size), (*heads, size // 2)
+    for name, shape in zip(_TENSORS, (square, square, pairs, vector, heads, heads), strict=True):
         if tuple(tensors[name].shape) != shape:
             raise CalibrationError(
                 f"{path} has {name} of shape {tuple(tensors[name].shape)} where {model.name} needs {shape}"
