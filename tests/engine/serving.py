@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from tests.models.tiny_models import CPU, MemoryCheckpoint, build, decoder_of
 from tests.support.tiny_model import byte_tokenizer
 
 from subten.engine import LLM, LoadedModel, Tokenizer, load_model
-from subten.engine.calibrate import calibrate
+from subten.engine.calibrate import Calibration, calibrate
 from subten.engine.runner import Runner, Work
 from subten.formats import PageLayout, get_format
 from subten.kernels.attention import PrefillRule
@@ -67,6 +68,12 @@ def _loaded(checkpoint: MemoryCheckpoint, name: str, dtype: torch.dtype) -> Load
     )
 
 
+@cache
+def calibration_of(model: LoadedModel) -> Calibration:
+    """Measured once per model; they are used as they are, whatever lies in a folder."""
+    return calibrate(model)
+
+
 class Driver:
     """Books and runner without the scheduler, for tests that decide themselves what runs when."""
 
@@ -74,7 +81,7 @@ class Driver:
         fmt = get_format(kv, sinks=4, recent=8)
         layout = PageLayout(fmt, model.geometry.head_dim)
         self.books = CacheBooks(layout, pages, 8)
-        calibration = calibrate(model) if fmt.key.kept_pairs else None
+        calibration = calibration_of(model) if fmt.calibrated else None
         self.runner = Runner(model, layout, pages, 8, calibration, rule)
 
     def step(self, tokens_of: dict[int, list[int]]) -> dict[int, torch.Tensor]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from subten.formats import PAGE_SIZE, PageLayout, get_format
+from subten.formats.affine import to_f16
 from subten.formats.codec import decode_keys, decode_values, write_tokens
 from subten.formats.hadamard import hadamard, hadamard_block
 from subten.formats.packing import slot_of_token
-from subten.formats.affine import to_f16
 from subten.formats.quantizers import GAUSSIAN_STEP
 from support import quantizers as by_definition
 from support.kv import (

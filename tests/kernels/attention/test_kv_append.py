@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from subten.formats import PAGE_SIZE, KVFormat, PageLayout, get_format
-from support.attention import Calibration, History, Paged, calibrated, cut, history, plain, removed_mean
-from support.kv import CALIBRATED_NAMES, FORMAT_NAMES, encode
+from subten.formats.packing import slot_of_token
+from subten.kernels.attention.attend import attend_reference
+from support.attention import Calibration, History, Paged, cut, history, removed_mean
+from support.kv import CODED_NAMES, FORMAT_NAMES, POISON, encode
 
 NAMES = st.sampled_from([*FORMAT_NAMES, "kivi2:kv4", "kv2:kivi2"])
 WINDOWS = {"sinks": st.sampled_from([0, 1, 4, 64, 100]), "recent": st.sampled_from([0, 1, 16, 64])}
@@ -57,6 +59,32 @@ def test_pages_hold_the_coded_tokens_and_windows_the_others(
         slot = position if position < fmt.sinks else fmt.sinks + (position - fmt.sinks) % fmt.ring_size
         assert torch.equal(window[0, :, slot], past.k[position].to(layout.wide_dtype))
         assert torch.equal(window[1, :, slot], past.v[position].to(layout.wide_dtype))
+
+
+@pytest.mark.parametrize("recent", [1, 16, 32, 100])
+@pytest.mark.parametrize("name", [n for n in CODED_NAMES if get_format(n).granularity == 1])
+def test_what_is_coded_ahead_is_not_read_ahead(name: str, recent: int) -> None:
+    """Its bytes may be anything at all, step after step, until the token leaves the window."""
+    layout = PageLayout(get_format(name, 4, recent), 64)
+    fmt, length = layout.format, 4 + recent + 70
+    past = history(length, 2, 2, 64, dtype=torch.float32)
+    paged = Paged(layout, 2, [length])
+    poisoned = 0
+    for chunk in past.cut([length - 40, *[1] * 40]):
+        inputs, wide = paged.append({0: chunk})
+        expected = attend_reference(chunk.q, wide, paged.cache, inputs, 0.11)
+        sound = paged.cache.pages.clone()
+        ahead = torch.arange(fmt.coded_tokens(paged.held[0]), in_pages(fmt, paged.held[0]))
+        page, token = paged.tables[0, ahead // PAGE_SIZE].long(), ahead % PAGE_SIZE
+        for plane in layout.planes:
+            view = layout.view(paged.cache.pages, plane).view(torch.uint8)
+            if plane == "value_codes":
+                view = view.unflatten(-1, (PAGE_SIZE, -1)).transpose(-3, -2).flatten(-2)
+            view[page, :, slot_of_token(token) if plane.endswith("_codes") else token] = POISON
+        poisoned += len(ahead)
+        assert torch.equal(attend_reference(chunk.q, wide, paged.cache, inputs, 0.11), expected)
+        paged.cache.pages.copy_(sound)
+    assert poisoned
 
 
 @settings(max_examples=40)
