@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from subten.config import HOME_VARIABLE
 
 # The default profile draws the same examples on every run and machine, so that a red run is red for everyone.
 # `pytest --hypothesis-profile=explore` draws fresh ones, ten times as many.
@@ -14,3 +17,13 @@ settings.load_profile("repeatable")
 
 # Tests run side by side (pytest-xdist) on tiny tensors: more threads only get into each other's way.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_home(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calibrations and pulled models belong to the run, not to whoever runs it; tests that fetch a real model keep it
+    where it is for the next run."""
+    if "network" not in request.keywords:
+        monkeypatch.setenv(HOME_VARIABLE, str(tmp_path_factory.getbasetemp() / "home"))
