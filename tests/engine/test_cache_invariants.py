@@ -15,15 +15,15 @@ from subten.engine import LLM, LoadedModel, SamplingParams
 from subten.formats import FORMATS
 from subten.kvcache import predicted_bytes
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-SMALL = {"max_context": 512, "max_batch": 8, "sinks": 4, "recent": 8}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SMALL = {"max_context": 512, "max_batch": 8, "sinks": 4, "recent": 32}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder = tmp_path_factory.mktemp("model")
-    return load_float64(save_model(folder, head_dim=64, max_position_embeddings=512))
+    return load_float64(save_model(folder, head_dim=64, num_hidden_layers=2, max_position_embeddings=512))
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -36,20 +36,30 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("kv", FORMATS)
 @limits(max_examples=6)
-@given(length=st.integers(1, 257), chunk_size=st.integers(1, 130), tail=st.integers(0, 20))
-def test_any_chunking_is_one_chunk(model: LoadedModel, kv: str, length: int, chunk_size: int, tail: int) -> None:
-    one = LLM(model, kv=kv, prefill="window", chunk_size=512, **SMALL)
-    many = LLM(model, kv=kv, prefill="window", chunk_size=chunk_size, **SMALL)
+@given(
+    length=st.integers(1, 257),
+    chunk_size=st.integers(1, 130),
+    tail=st.integers(0, 20),
+    recent=st.sampled_from([8, 32]),
+)
+def test_any_chunking_is_one_chunk(
+    model: LoadedModel, kv: str, length: int, chunk_size: int, tail: int, recent: int
+) -> None:
+    """With 8 recent tokens groups of any size are coded together, with 32 whole groups."""
+    sizes = {**SMALL, "recent": recent}
+    one = LLM(model, kv=kv, prefill="window", chunk_size=512, **sizes)
+    many = LLM(model, kv=kv, prefill="window", chunk_size=chunk_size, **sizes)
     assert_same(scores(many, text(length), tail), scores(one, text(length)))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("kv", ["kv2", "kv4", "fp8", "int4", "kivi2"])
-def test_any_chunking_at_every_head_size(tmp_path: Path, kv: str, head_dim: int) -> None:
+def test_any_chunking_at_every_head_size(tmp_path: Path, head_dim: int) -> None:
     model = load_float64(save_model(tmp_path, head_dim=head_dim, num_hidden_layers=1, max_position_embeddings=512))
-    one = LLM(model, kv=kv, prefill="window", chunk_size=512, **SMALL)
-    many = LLM(model, kv=kv, prefill="window", chunk_size=37, **SMALL)
-    assert_same(scores(many, text(200), 5), scores(one, text(200)))
+    sizes = {**SMALL, "recent": 8}
+    for kv in ("kv2", "kv4", "kv2-plain", "fp8", "int4", "kivi2"):
+        one = LLM(model, kv=kv, prefill="window", chunk_size=512, **sizes)
+        many = LLM(model, kv=kv, prefill="window", chunk_size=37, **sizes)
+        assert_same(scores(many, text(200), 5), scores(one, text(200)))
 
 
 @pytest.mark.parametrize("kv", FORMATS)
@@ -60,14 +70,14 @@ def test_a_batch_gives_what_its_members_give_alone(model: LoadedModel, kv: str, 
     together = llm.generate(prompts, GREEDY)
     for prompt, completion in zip(prompts, together, strict=True):
         assert llm.generate(prompt, GREEDY)[0].token_ids == completion.token_ids
-        assert len(completion.token_ids) == 12
+        assert len(completion.token_ids) == 8
 
 
 @pytest.mark.parametrize("kv", FORMATS)
 def test_a_fork_that_diverges_is_two_cold_runs(model: LoadedModel, kv: str) -> None:
     driver = Driver(model, kv)
     parent = driver.books.open().sequence
-    shared, left, right = text(100), text(40, seed=1), text(90, seed=2)
+    shared, left, right = text(100), text(20, seed=1), text(70, seed=2)
     driver.step({parent: shared})
     hit = driver.books.fork(parent)
     driver.runner.copy(hit.copies)
@@ -122,7 +132,7 @@ def test_every_page_comes_back_and_bytes_are_as_predicted(model: LoadedModel, kv
     assert storage.nbytes == predicted
     usage = [llm.cache_usage() for _ in llm.score(text(300))][-1]
     assert usage.held_bytes == llm.layout.cache_bytes(model.geometry, 300)
-    assert usage.bits_per_element == 8 * usage.held_bytes / (2 * 3 * 2 * 64 * 300)
+    assert usage.bits_per_element == 8 * usage.held_bytes / model.geometry.elements(300)
 
 
 def test_seeded_sampling_does_not_depend_on_company(model: LoadedModel) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,8 +17,18 @@ from subten.formats.coding import LayerCoding, TensorCoding
 from subten.kernels.attention import AttentionInputs, LayerCache, MeanKey, PrefillRule, WideTokens
 from subten.kernels.attention.append import append_reference
 from subten.kernels.attention.attend import attend_reference
-from subten.kernels.rope import RopeSpec, rope_table
-from support.kv import CPU, POISON, encode, gaussian, granular, keys_with_bias, plain_coding, random_coding
+from subten.kernels.rope import RopeSpec, RopeTable, rope_table
+from support.kv import (
+    CALIBRATED_NAMES,
+    CPU,
+    POISON,
+    encode,
+    gaussian,
+    granular,
+    keys_with_bias,
+    plain_coding,
+    random_coding,
+)
 
 
 @dataclass(frozen=True)
@@ -73,8 +85,26 @@ def calibrated(layout: PageLayout, kv_heads: int, seed: int = 0) -> Calibration:
     if not layout.format.key.remove_mean:
         return Calibration(random_coding(layout, kv_heads, seed))
     mean = 4 * gaussian(kv_heads, layout.head_dim, seed=seed + 30)
-    rope = rope_table(RopeSpec(layout.head_dim, theta=10_000.0), 2048, CPU)
-    return Calibration(random_coding(layout, kv_heads, seed), MeanKey(mean, rope))
+    return Calibration(random_coding(layout, kv_heads, seed), MeanKey(mean, _rope(layout.head_dim)))
+
+
+@cache
+def _rope(head_dim: int) -> RopeTable:
+    return rope_table(RopeSpec(head_dim, theta=10_000.0), 2048, CPU)
+
+
+Calibrate = Callable[[PageLayout, int], Calibration]
+"""What makes a layer's calibration of a layout and a number of KV heads."""
+
+CALIBRATED = (*CALIBRATED_NAMES, "kv4:kv2", "kv2:kivi2", "kivi2:kv4")
+"""Formats to be tested with a calibration as well, both sides or one of them shaped."""
+
+
+def with_calibrations(*names: str) -> pytest.MarkDecorator:
+    """Parametrize a test with these formats as they are, and with those that use one with a calibration."""
+    cases = [pytest.param(name, plain, id=name) for name in names]
+    cases += [pytest.param(name, calibrated, id=f"{name}-calibrated") for name in names if name in CALIBRATED]
+    return pytest.mark.parametrize(("name", "calibrate"), cases)
 
 
 def _in_float64(coding: TensorCoding | None) -> TensorCoding | None:
@@ -94,7 +124,7 @@ class Paged:
     rule: PrefillRule = "window"
     seed: int = 0
     poison: int = POISON
-    calibrate: Callable[[PageLayout, int], Calibration] = plain
+    calibrate: Calibrate = plain
     calibration: Calibration = field(init=False)
     cache: LayerCache = field(init=False)
     tables: Tensor = field(init=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -48,6 +50,7 @@ def plain_coding(layout: PageLayout, heads: int, seed: int = 0) -> LayerCoding:
     return uncalibrated_coding(layout.format, layout.head_dim, kept_channels(layout, heads, seed))
 
 
+@cache
 def random_moment(heads: int, size: int, seed: int = 0, decades: float = 2.0) -> Tensor:
     """Symmetric positive definite [heads, size, size]: eigenvalues over some powers of ten, in any directions."""
     directions = torch.linalg.qr(gaussian(heads, size, size, seed=seed).double()).Q
@@ -64,7 +67,12 @@ def random_moments(heads: int, head_dim: int, seed: int = 0) -> LayerMoments:
 
 def random_coding(layout: PageLayout, heads: int, seed: int = 0) -> LayerCoding:
     """The format calibrated on moments that have nothing to do with the tokens of the test."""
-    return calibrated_coding(layout.format, random_moments(heads, layout.head_dim, seed))
+    return _random_coding(layout.format.with_windows(0, 0), heads, layout.head_dim, seed)
+
+
+@cache
+def _random_coding(fmt: KVFormat, heads: int, head_dim: int, seed: int) -> LayerCoding:
+    return calibrated_coding(fmt, random_moments(heads, head_dim, seed))
 
 
 def poisoned_records(layout: PageLayout, pages: int, heads: int) -> Tensor:

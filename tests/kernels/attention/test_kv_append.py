@@ -9,7 +9,18 @@ from torch import Tensor
 from subten.formats import PAGE_SIZE, KVFormat, PageLayout, get_format
 from subten.formats.packing import slot_of_token
 from subten.kernels.attention.attend import attend_reference
-from support.attention import Calibration, History, Paged, cut, history, removed_mean
+from support.attention import (
+    Calibrate,
+    Calibration,
+    History,
+    Paged,
+    calibrated,
+    cut,
+    history,
+    plain,
+    removed_mean,
+    with_calibrations,
+)
 from support.kv import CODED_NAMES, FORMAT_NAMES, POISON, encode
 
 NAMES = st.sampled_from([*FORMAT_NAMES, "kivi2:kv4", "kv2:kivi2"])
@@ -38,15 +49,21 @@ def coded_alone(past: History, layout: PageLayout, calibration: Calibration) -> 
 
 
 @settings(max_examples=60)
-@given(name=NAMES, **WINDOWS, length=st.integers(1, 257), sizes=st.lists(st.integers(1, 90), min_size=1, max_size=4))
+@given(
+    name=NAMES,
+    calibrate=st.sampled_from([plain, calibrated]),
+    **WINDOWS,
+    length=st.integers(1, 257),
+    sizes=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+)
 def test_pages_hold_the_coded_tokens_and_windows_the_others(
-    name: str, sinks: int, recent: int, length: int, sizes: list[int]
+    name: str, calibrate: Calibrate, sinks: int, recent: int, length: int, sizes: list[int]
 ) -> None:
     """Whatever the chunks: tokens that left are coded as by the codec alone, the others lie in their slots."""
     layout = PageLayout(get_format(name, sinks, recent), 64)
     fmt = layout.format
     past = history(length, 2, 1, 64, dtype=torch.float32)
-    paged = Paged(layout, 2, [length])
+    paged = Paged(layout, 2, [length], calibrate=calibrate)
     for chunk in past.cut(cut(length, *sizes)):
         paged.append({0: chunk})
 
@@ -61,16 +78,16 @@ def test_pages_hold_the_coded_tokens_and_windows_the_others(
         assert torch.equal(window[1, :, slot], past.v[position].to(layout.wide_dtype))
 
 
-@pytest.mark.parametrize("recent", [1, 16, 32, 100])
-@pytest.mark.parametrize("name", [n for n in CODED_NAMES if get_format(n).granularity == 1])
-def test_what_is_coded_ahead_is_not_read_ahead(name: str, recent: int) -> None:
+@pytest.mark.parametrize("recent", [1, 40])
+@with_calibrations(*(n for n in CODED_NAMES if get_format(n).granularity == 1))
+def test_what_is_coded_ahead_is_not_read_ahead(name: str, calibrate: Calibrate, recent: int) -> None:
     """Its bytes may be anything at all, step after step, until the token leaves the window."""
     layout = PageLayout(get_format(name, 4, recent), 64)
     fmt, length = layout.format, 4 + recent + 70
     past = history(length, 2, 2, 64, dtype=torch.float32)
-    paged = Paged(layout, 2, [length])
+    paged = Paged(layout, 2, [length], calibrate=calibrate)
     poisoned = 0
-    for chunk in past.cut([length - 40, *[1] * 40]):
+    for chunk in past.cut([length - 35, *[1] * 35]):
         inputs, wide = paged.append({0: chunk})
         expected = attend_reference(chunk.q, wide, paged.cache, inputs, 0.11)
         sound = paged.cache.pages.clone()
@@ -123,12 +140,12 @@ def test_queries_are_handed_the_tokens_that_were_not_coded_before_the_step(
     assert torch.equal(wide.values, past.v[wide.positions].to(layout.wide_dtype))
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
-def test_a_token_is_coded_from_its_16_bit_value(name: str) -> None:
+@with_calibrations(*FORMAT_NAMES)
+def test_a_token_is_coded_from_its_16_bit_value(name: str, calibrate: Calibrate) -> None:
     """Codes must not depend on whether a token went through the window on its way or straight into its page."""
     layout = PageLayout(get_format(name, 0, 0), 64)
     x = [torch.randn(PAGE_SIZE, 2, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    paged = Paged(layout, 2, [PAGE_SIZE])
+    paged = Paged(layout, 2, [PAGE_SIZE], calibrate=calibrate)
     paged.append({0: History(*x)})
-    wide_keys, wide_values = (y.to(layout.wide_dtype).float() for y in x[1:])
-    assert torch.equal(paged.pages_of(0), encode(layout, wide_keys, wide_values, paged.calibration.coding))
+    rounded = History(*(y.to(layout.wide_dtype).float() for y in x))
+    assert torch.equal(paged.pages_of(0), coded_alone(rounded, layout, paged.calibration))

@@ -9,14 +9,24 @@ from torch import Tensor
 from subten.formats import PageLayout, get_format
 from subten.kernels.attention import PrefillRule
 from subten.kernels.attention.dense import dense_attention_reference
-from support.attention import Paged, attention_by_definition, cut, history
+from support.attention import (
+    Calibrate,
+    Paged,
+    attention_by_definition,
+    calibrated,
+    cut,
+    history,
+    plain,
+    with_calibrations,
+)
 from support.kv import FORMAT_NAMES, HEAD_DIMS, gaussian
 
 SCALE = 0.11
 RULES: tuple[PrefillRule, ...] = ("window", "chunk")
 MIXED_NAMES = ("kv4:kv2", "kivi2:kv4", "kv2:kivi2", "fp8:kv2", "int4:article2")
 
-every_format = pytest.mark.parametrize("name", FORMAT_NAMES)
+every_format = with_calibrations(*FORMAT_NAMES)
+calibrations = st.sampled_from([plain, calibrated])
 every_rule = pytest.mark.parametrize("rule", RULES)
 
 
@@ -31,13 +41,15 @@ def assert_close(result: Tensor, expected: Tensor, tolerance: float = 1e-11) -> 
 
 @every_rule
 @pytest.mark.parametrize(("head_dim", "group"), [*zip(HEAD_DIMS, (7, 4, 3, 2, 1), strict=True)])
-@pytest.mark.parametrize("name", [*FORMAT_NAMES, *MIXED_NAMES])
-def test_a_ragged_batch_attends_as_defined(name: str, head_dim: int, group: int, rule: PrefillRule) -> None:
+@with_calibrations(*FORMAT_NAMES, *MIXED_NAMES)
+def test_a_ragged_batch_attends_as_defined(
+    name: str, calibrate: Calibrate, head_dim: int, group: int, rule: PrefillRule
+) -> None:
     layout = PageLayout(get_format(name, sinks=3, recent=10), head_dim)
-    lengths = (1, 30, 146)
-    chunkings = [[1], cut(30, 16, 1), cut(146, 1, 100, 1, 20)]
+    lengths = (1, 30, 110)
+    chunkings = [[1], cut(30, 16, 1), cut(110, 1, 70, 1, 20)]
     histories = [history(n, 2, group, head_dim, seed=10 * n) for n in lengths]
-    paged = Paged(layout, 2, lengths, rule)
+    paged = Paged(layout, 2, lengths, rule, calibrate=calibrate)
     outputs = paged.run(histories, chunkings, SCALE)
     for past, chunking, out in zip(histories, chunkings, outputs, strict=True):
         expected = attention_by_definition(past, chunking, layout, paged.calibration, rule, SCALE)
@@ -48,6 +60,7 @@ def test_a_ragged_batch_attends_as_defined(name: str, head_dim: int, group: int,
 @given(data=st.data())
 def test_any_batch_attends_as_defined(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([*FORMAT_NAMES, *MIXED_NAMES]), "format")
+    calibrate = data.draw(calibrations, "calibration")
     sinks = data.draw(st.sampled_from([0, 1, 4, 64, 300]), "sinks")
     recent = data.draw(st.sampled_from([0, 1, 2, 31, 63, 64, 128]), "recent")
     layout = PageLayout(get_format(name, sinks, recent), data.draw(st.sampled_from([16, 64, 80]), "head_dim"))
@@ -57,7 +70,7 @@ def test_any_batch_attends_as_defined(data: st.DataObject) -> None:
     sizes = st.lists(st.sampled_from([1, 2, 7, 63, 64, 65, 200]), min_size=1, max_size=4)
     chunkings = [cut(n, *data.draw(sizes, "chunk sizes"), 64) for n in lengths]
     histories = [history(n, kv_heads, group, layout.head_dim, seed=n + row) for row, n in enumerate(lengths)]
-    paged = Paged(layout, kv_heads, lengths, rule)
+    paged = Paged(layout, kv_heads, lengths, rule, calibrate=calibrate)
     outputs = paged.run(histories, chunkings, SCALE)
     for past, chunking, out in zip(histories, chunkings, outputs, strict=True):
         expected = attention_by_definition(past, chunking, layout, paged.calibration, rule, SCALE)
@@ -66,12 +79,12 @@ def test_any_batch_attends_as_defined(data: st.DataObject) -> None:
 
 @every_rule
 @every_format
-def test_contexts_longer_than_a_block_attend_as_defined(name: str, rule: PrefillRule) -> None:
+def test_contexts_longer_than_a_block_attend_as_defined(name: str, calibrate: Calibrate, rule: PrefillRule) -> None:
     """1220 tokens are three blocks of keys; the last queries come in a chunk and then one by one."""
     layout = PageLayout(get_format(name), 64)
     past = history(1220, 1, 2, 64)
     chunking = [*cut(1200, 256), 12, 1, 1, 6]
-    paged = Paged(layout, 1, [past.length], rule)
+    paged = Paged(layout, 1, [past.length], rule, calibrate=calibrate)
     (out,) = paged.run([past], [chunking], SCALE)
     expected = attention_by_definition(past, chunking, layout, paged.calibration, rule, SCALE, 1195)
     assert_close(out[1195:], expected)
@@ -100,38 +113,39 @@ def test_every_length_from_1_to_257(name: str) -> None:
     recent=st.sampled_from([0, 1, 32, 128]),
     length=st.integers(1, 257),
     sizes=st.lists(st.integers(1, 80), min_size=1, max_size=4),
+    calibrate=calibrations,
 )
 def test_under_the_window_rule_chunks_do_not_matter(
-    name: str, sinks: int, recent: int, length: int, sizes: list[int]
+    name: str, sinks: int, recent: int, length: int, sizes: list[int], calibrate: Calibrate
 ) -> None:
     layout = PageLayout(get_format(name, sinks, recent), 64)
     past = history(length, 1, 2, 64)
-    (whole,) = Paged(layout, 1, [length]).run([past], [[length]], SCALE)
-    (parts,) = Paged(layout, 1, [length]).run([past], [cut(length, *sizes)], SCALE)
+    (whole,) = Paged(layout, 1, [length], calibrate=calibrate).run([past], [[length]], SCALE)
+    (parts,) = Paged(layout, 1, [length], calibrate=calibrate).run([past], [cut(length, *sizes)], SCALE)
     assert_close(parts, whole, 1e-12)
 
 
 @every_rule
 @every_format
-def test_a_batch_of_eight_is_eight_batches_of_one(name: str, rule: PrefillRule) -> None:
+def test_a_batch_of_eight_is_eight_batches_of_one(name: str, calibrate: Calibrate, rule: PrefillRule) -> None:
     layout = PageLayout(get_format(name, sinks=4, recent=16), 64)
     lengths = [1, 2, 64, 65, 100, 129, 200, 257]
     histories = [history(n, 2, 2, 64, seed=10 * n, dtype=torch.float32) for n in lengths]
     chunkings = [cut(n, 90, 1) for n in lengths]
-    together = Paged(layout, 2, lengths, rule).run(histories, chunkings, SCALE)
+    together = Paged(layout, 2, lengths, rule, calibrate=calibrate).run(histories, chunkings, SCALE)
     for past, chunking, out in zip(histories, chunkings, together, strict=True):
-        (alone,) = Paged(layout, 2, [past.length], rule, seed=1).run([past], [chunking], SCALE)
+        (alone,) = Paged(layout, 2, [past.length], rule, seed=1, calibrate=calibrate).run([past], [chunking], SCALE)
         assert torch.equal(out, alone)
 
 
 @every_format
-def test_neither_the_order_of_the_pool_nor_what_was_in_it_matters(name: str) -> None:
+def test_neither_the_order_of_the_pool_nor_what_was_in_it_matters(name: str, calibrate: Calibrate) -> None:
     layout = PageLayout(get_format(name, sinks=4, recent=16), 64)
     lengths = [200, 130]
     histories = [history(n, 2, 2, 64, seed=n, dtype=torch.float32) for n in lengths]
     chunkings = [cut(200, 70, 1), cut(130, 1, 100)]
     first, *others = (
-        Paged(layout, 2, lengths, seed=seed, poison=poison).run(histories, chunkings, SCALE)
+        Paged(layout, 2, lengths, seed=seed, poison=poison, calibrate=calibrate).run(histories, chunkings, SCALE)
         for seed, poison in ((0, 0xFF), (1, 0xFF), (2, 0), (3, 0x7B))
     )
     for other in others:
@@ -140,13 +154,13 @@ def test_neither_the_order_of_the_pool_nor_what_was_in_it_matters(name: str) -> 
 
 @every_rule
 @every_format
-def test_a_sequence_with_nan_leaves_the_others_alone(name: str, rule: PrefillRule) -> None:
+def test_a_sequence_with_nan_leaves_the_others_alone(name: str, calibrate: Calibrate, rule: PrefillRule) -> None:
     layout = PageLayout(get_format(name, sinks=4, recent=16), 64)
     histories = [history(100, 2, 2, 64, seed=seed, dtype=torch.float32) for seed in range(3)]
     chunkings = [cut(100, 70, 1)] * 3
-    sound = Paged(layout, 2, [100] * 3, rule).run(histories, chunkings, SCALE)
+    sound = Paged(layout, 2, [100] * 3, rule, calibrate=calibrate).run(histories, chunkings, SCALE)
     histories[1].k[30] = histories[1].v[30] = torch.nan
-    broken = Paged(layout, 2, [100] * 3, rule).run(histories, chunkings, SCALE)
+    broken = Paged(layout, 2, [100] * 3, rule, calibrate=calibrate).run(histories, chunkings, SCALE)
     assert torch.equal(sound[0], broken[0])
     assert torch.equal(sound[2], broken[2])
     assert bool(broken[1][70:].isnan().all()), "every later query of the broken sequence shows it"
@@ -197,12 +211,12 @@ def test_the_result_has_the_dtype_of_the_query(dtype: torch.dtype) -> None:
     assert_close(out.double(), exact, epsilon)
 
 
-@pytest.mark.parametrize("name", ["bf16", "kv4", "kv2"])
-def test_float32_errs_at_most_twice_as_much_as_torchs_own_attention(name: str) -> None:
+@with_calibrations("bf16", "kv4", "kv2")
+def test_float32_errs_at_most_twice_as_much_as_torchs_own_attention(name: str, calibrate: Calibrate) -> None:
     layout = PageLayout(get_format(name, 4, 16), 128)
     length, scale = 256, 128**-0.5
     past = history(length, 2, 4, 128, dtype=torch.float32)
-    paged = Paged(layout, 2, [length])
+    paged = Paged(layout, 2, [length], calibrate=calibrate)
     (out,) = paged.run([past], [[length - 1, 1]], scale)
     exact = attention_by_definition(past, [length - 1, 1], layout, paged.calibration, "window", scale)
     q, k, v = (x.transpose(0, 1)[None] for x in (past.q, past.k, past.v))
@@ -210,8 +224,9 @@ def test_float32_errs_at_most_twice_as_much_as_torchs_own_attention(name: str) -
     torchs64 = torch.nn.functional.scaled_dot_product_attention(
         q.double(), k.double(), v.double(), is_causal=True, scale=scale, enable_gqa=True
     )
-    own = float((out - exact).square().mean().sqrt())
-    assert own <= 2 * float((torchs - torchs64).square().mean().sqrt())
+    own, limit = (float(x.square().mean().sqrt()) for x in (out - exact, torchs - torchs64))
+    # With a mean key each score is a sum of two, both rounded; this one is far from the mean of these keys.
+    assert own <= (2 if paged.calibration.mean_key is None else 4) * limit
 
 
 def test_scores_far_beyond_exps_range_do_not_overflow() -> None:
