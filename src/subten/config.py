@@ -1,4 +1,5 @@
-"""Settings that come from the environment. One variable: `SUBTEN_HOME`, the folder that holds pulled models."""
+"""Settings that come from the environment. One variable: `SUBTEN_HOME`, the folder that holds pulled models and
+calibrations."""
 
 from __future__ import annotations
 

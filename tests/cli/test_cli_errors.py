@@ -70,7 +70,7 @@ def assert_one_line(result: Any, *expected: str) -> None:
         (["calibrate", "no-such-model"], "there is no model"),
         (["calibrate", "MODEL", "--tokens", "3"], "--tokens"),
         (["calibrate", "MODEL", "--text", "missing.txt"], "missing.txt can't be read: No such file"),
-        (["calibrate", "MODEL", "--text", "short.txt"], "at least 16 are needed"),
+        (["calibrate", "MODEL", "--text", "short.txt"], "at least 64 are needed"),
         (["eval", "kv", "MODEL"], "--text"),
         (["eval", "kv", "no-such-model", "--text", "TEXT"], "there is no model"),
         (["eval", "kv", "MODEL", "--text", "missing.txt"], "missing.txt can't be read"),

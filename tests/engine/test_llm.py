@@ -9,14 +9,11 @@ import torch
 from tests.engine.serving import save_model
 
 from subten.engine import LLM, LoadedModel, SamplingParams, load_model
-from subten.engine.calibrate import calibrate, calibration_path, load_calibration, save_calibration
 from subten.errors import (
     CacheMemoryError,
-    CalibrationError,
     ContextLengthError,
     KernelUnavailableError,
     ParameterError,
-    StorageError,
     UnknownFormatError,
 )
 
@@ -201,36 +198,3 @@ def test_a_context_limited_by_memory_is_announced(model: LoadedModel, caplog: py
 def test_impossible_ways_to_load(tmp_path: Path, options: dict, error: type[Exception]) -> None:
     with pytest.raises(error):
         load_model(save_model(tmp_path, **SIZES), **options)
-
-
-def test_calibration_is_kept_beside_the_model_and_checked(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "a", **SIZES)
-    model = load_model(folder)
-    measured = calibrate(model)
-    save_calibration(measured, calibration_path(model))
-    again = load_calibration(calibration_path(model), model)
-    assert torch.equal(again.key_pair_energy, measured.key_pair_energy)
-    assert again.tokens == measured.tokens == 512
-    LLM(model, max_context=128)
-    other = load_model(save_model(tmp_path / "b", **{**SIZES, "num_hidden_layers": 3}))
-    save_calibration(measured, calibration_path(other))
-    with pytest.raises(CalibrationError, match="another model"):
-        LLM(other, max_context=128)
-    calibration_path(other).write_bytes(b"not a calibration")
-    with pytest.raises(CalibrationError, match="no readable calibration"):
-        LLM(other, max_context=128)
-    LLM(other, kv="bf16", max_context=128)
-    with pytest.raises(StorageError):
-        save_calibration(measured, tmp_path / "missing" / "file")
-
-
-def test_calibration_finds_a_planted_pair(model: LoadedModel) -> None:
-    key = model.decoder.weights.layers[1].attention.k
-    original = key.weight.clone()
-    try:
-        key.weight[64 + 9] *= 30
-        kept = calibrate(model).kept_channels(LLM(model, max_context=64).kv)
-    finally:
-        key.weight.copy_(original)
-    assert kept.shape == (2, 2, 2)
-    assert kept[1, 1].tolist() == [9, 41]
