@@ -34,8 +34,6 @@ from subten.formats.spec import TensorFormat
 from subten.kernels.attention.inputs import MeanKey
 from subten.models.decoder import Decoder
 
-torch.set_grad_enabled(False)
-
 
 @dataclass(frozen=True)
 class Coding:
@@ -169,11 +167,13 @@ class Explorer:
         self._spaces: dict[tuple[int, str, Coding], tuple[Tensor, Tensor, NoiseShaper | None, Tensor]] = {}
         self._measure(calibration_text)
 
+    @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """float32 [tokens, vocab]."""
         self._layer = 0
         return self.decoder.logits(self.decoder.forward(without_cache(list(token_ids), self.model.device), None))
 
+    @torch.inference_mode()
     def _measure(self, text: str) -> None:
         ids = self.model.tokenizer.encode(text)[: min(1536, self.model.spec.max_positions)]
         self._moments = []
@@ -325,6 +325,7 @@ class Loss:
     kld: float
 
 
+@torch.inference_mode()
 def measure(run: Callable[[Sequence[int]], Tensor], windows: Sequence[Sequence[int]], base: list[Tensor]) -> Loss:
     """Compare a run with log probabilities `base` of the same windows; fills `base` where it is empty."""
     first = not base
