@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from subten.formats.shaping import DAMPING
 from support.quantizers import Array, stored_line
 
 MARGIN = 5e-5
@@ -53,9 +54,9 @@ class Rounder:
 
 
 def damped(metric: Array) -> Array:
-    """A mean diagonal of 1 (the identity where the metric is zero), and a tenth of that added to all of it."""
+    """A mean diagonal of 1 (the identity where the metric is zero), and some of that added to all of it."""
     mean = np.diag(metric).mean()
-    return (metric / mean if mean > 0 else np.eye(len(metric))) + 0.1 * np.eye(len(metric))
+    return (metric / mean if mean > 0 else np.eye(len(metric))) + DAMPING * np.eye(len(metric))
 
 
 def make_up(metric: Array) -> list[Array]:

@@ -1,0 +1,78 @@
+"""Triton kernels without a GPU: quicker in the interpreter, and compiled for one to see what a thread takes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import interpreter
+
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+_DIVISIBLE = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True)
+class DeviceCode:
+    """Registers of a thread, and bytes of memory where they did not suffice."""
+
+    registers: int
+    spilled: int
+
+
+def compile_kernel(
+    kernel: Any, arguments: dict[str, Any], warps: int, capability: int, folder: Path, *, fp_fusion: bool
+) -> DeviceCode:
+    """Compile for a GPU of this compute capability as a launch with these arguments would."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[parameter.name], attributes[(index,)] = _TYPES[value.dtype], _DIVISIBLE
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32"
+            if value % 16 == 0:
+                attributes[(index,)] = _DIVISIBLE
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": warps, "enable_fp_fusion": fp_fusion}
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]
+    file = folder / "kernel.cubin"
+    file.write_bytes(binary)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", file], check=True, capture_output=True, text=True).stdout
+    registers, stack = (re.search(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
+    assert registers is not None
+    assert stack is not None
+    return DeviceCode(int(registers[1]), int(stack[1]))
+
+
+def quicken_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let device functions find the language as their kernel has it. The interpreter makes it interpretable anew at
+    every call of one, which takes longer than the call."""
+    original = interpreter.InterpretedFunction.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn.__module__.startswith("triton."):
+            return original(self, *args, **kwargs)
+        return self.rewrite()(*args, **kwargs)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
