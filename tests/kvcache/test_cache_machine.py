@@ -58,6 +58,17 @@ class Text:
         return np.tile(stamps, -(-width // STAMP))[:, :width]
 
 
+CODED_AT_ONCE = 32
+
+
+def in_pages(fmt: KVFormat, length: int) -> int:
+    """Tokens in pages once `length` were appended: formats that code token by token code groups ahead."""
+    coded = fmt.coded_tokens(length)
+    if fmt.granularity > 1:
+        return coded
+    return min(-(-coded // CODED_AT_ONCE) * CODED_AT_ONCE, max(0, length - fmt.sinks))
+
+
 class StampedMemory:
     """`CacheStorage` whose tokens are stamps: does to bytes what the append kernel does to keys and values."""
 
@@ -83,7 +94,7 @@ class StampedMemory:
         window = self.window(plan.window_slot)
         window_stamps = text.stamped(self.window_width).reshape(-1, *window.shape[1:])
         page_stamps = text.stamped(self.pages.shape[-1])
-        for index in range(fmt.coded_tokens(plan.context_len), fmt.coded_tokens(length)):
+        for index in range(in_pages(fmt, plan.context_len), in_pages(fmt, length)):
             position = fmt.sinks + index
             stamp = page_stamps[position]
             if position < plan.context_len:  # it comes out of the window, whatever is in there
