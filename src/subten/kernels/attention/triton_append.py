@@ -1,0 +1,468 @@
+"""`kv_append` on a GPU: a decode step in one launch per layer and one for all layers, and chunks of any size.
+
+A decode step of a layer is `append_decode`: q/k norm and RoPE (where asked for), the new token into its window slot,
+and the query into the keys' coded space, so that attention only reads what it needs. The step's coding is apart from
+it, `encode_leaving` of triton_encode.py: one launch for all layers.
+
+Which token a step codes. A token must be coded before a query reads it through the codes (`KVFormat.coded_tokens`),
+and coding takes longer than everything else in an append, as it goes over the coordinates one after the other. So a
+step does not code the token that leaves the window now, but the one that leaves in the next step: it lies in the
+window since `recent - 1` steps, no query of this step reads its codes, and nothing of this step overwrites it. The
+launch for all layers can run beside the layers, on a stream of its own, and must be done when the step ends. It is
+exactly one token per sequence and step, so that every step takes the same time. The price is a page that is needed a
+step earlier: the block table must have room for the tokens of `tokens_in_pages`.
+
+With `recent` = 1 the token that leaves next is the step's own; then the launch belongs behind the last layer's
+append. With `recent` = 0 (fp8 and bf16) there is no window, and a query reads its own token through the codes:
+`append_decode` codes it at once. These formats take no passes, so this is a small launch.
+
+Chunks are `append_chunk`: the tokens that leave are coded by the same kernel, the windows are written by torch.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from subten.formats.spec import KVFormat
+from subten.kernels.attention.append import _window_moves
+from subten.kernels.attention.device_cache import PagedLayers, tokens_in_pages
+from subten.kernels.attention.inputs import AttentionInputs, LayerCache, SequenceStep, WideTokens
+from subten.kernels.attention.triton_encode import coordinate, encode_tokens, to_f16
+from subten.kernels.rope import RopeTable
+
+_WARPS, _ROWS, _TILE_ELEMENTS = 4, 4, 4096
+"""Of one program: warps, queries at a time, and elements of the query matrix. A thread has 32 of the matrix, and 128
+products to add up."""
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """Root-mean-square norm of each head of q and k; weights [head_dim]."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class DecodeQuery:
+    """The queries of a decode step as attention reads them.
+
+    Attributes:
+        q: [batch, num_heads, head_dim] after norm and RoPE, in the dtype it came in: for the windows and the mean
+            key.
+        coded: float16 [batch, num_heads, head_dim], zero at the kept channels and taken into the coded space of the
+            keys; None where keys are coded in their own space.
+        kept: float32 [batch, num_heads, num_kept], q at the kept channels.
+    """
+
+    q: Tensor
+    coded: Tensor | None
+    kept: Tensor
+
+
+# --- decode ----------------------------------------------------------------------------------------------------
+
+
+def append_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: PagedLayers,
+    inputs: AttentionInputs,
+    *,
+    norm: QKNorm | None = None,
+    rope: RopeTable | None = None,
+) -> DecodeQuery:
+    """Append one new token per sequence to a layer, and prepare its query.
+
+    Nothing is read back to the host, so the call can be captured in a CUDA graph.
+
+    Args:
+        q: [batch, num_heads, head_dim] of any floating dtype up to 32 bits; the last axis is contiguous.
+        k: [batch, num_kv_heads, head_dim] of the same dtype; likewise.
+        v: the same shape and dtype as k.
+        layer: one layer, updated in place.
+        inputs: the batch; each sequence has one new token, at position `context_len`. Sequences with a negative
+            `window_slot` (which fill up a batch) are not appended.
+        norm: of q and k, where it is still to be done.
+        rope: to rotate q and k by their position, where that is still to be done; after the norm.
+    """
+    out = query_memory(q, layer, changed=norm is not None or rope is not None)
+    step = None if layer.layout.format.recent else k.new_empty(2, *k.shape, dtype=layer.layout.wide_dtype)
+    arguments = append_arguments(q, k, v, out, step, layer, inputs, norm, rope)
+    blocks = triton.cdiv(len(q) * arguments["GROUP"], _ROWS * arguments["BLOCKS"])
+    append_kernel[(blocks, k.shape[1], arguments["PARTS"] + 1)](**arguments, num_warps=_WARPS, enable_fp_fusion=False)
+    if step is not None:
+        encode_tokens(layer, step, inputs.context_len, inputs)
+    return out
+
+
+def query_memory(q: Tensor, layer: PagedLayers, *, changed: bool) -> DecodeQuery:
+    """Where to leave the queries of a step; q itself where norm and RoPE do not change it."""
+    return DecodeQuery(
+        torch.empty_like(q, memory_format=torch.contiguous_format) if changed else q,
+        None if layer.tables.query_matrix is None else q.new_empty(q.shape, dtype=torch.float16),
+        q.new_empty(*q.shape[:2], layer.tables.places.num_kept, dtype=torch.float32),
+    )
+
+
+def append_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: DecodeQuery,
+    step: Tensor | None,
+    layer: PagedLayers,
+    inputs: AttentionInputs,
+    norm: QKNorm | None,
+    rope: RopeTable | None,
+) -> dict[str, Any]:
+    """All arguments of `append_kernel`.
+
+    Args:
+        q: see `append_decode`.
+        k: likewise.
+        v: likewise.
+        out: where to leave the queries.
+        step: [2, batch, num_kv_heads, head_dim], where to leave the tokens of a cache without recent window.
+        layer: see `append_decode`.
+        inputs: likewise.
+        norm: likewise.
+        rope: likewise.
+    """
+    tables, layout = layer.tables, layer.layout
+    batch, num_heads, head_dim = q.shape
+    padded = triton.next_power_of_2(head_dim)
+    columns = min(32, _TILE_ELEMENTS // padded)
+    changed = out.q is not q
+    parts = triton.cdiv(head_dim, columns) if out.coded is not None else int(changed or out.kept.numel() > 0)
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "q_out": out.q if changed else None,
+        "q_coded": out.coded,
+        "q_kept": out.kept if tables.places.num_kept else None,
+        "step": step,
+        "windows": layer.windows[0],
+        "context_len": inputs.context_len,
+        "window_slot": inputs.window_slot,
+        "query_matrix": tables.query_matrix,
+        "kept_channels": tables.kept_channels,
+        "q_weight": norm and norm.q_weight,
+        "k_weight": norm and norm.k_weight,
+        "cos": rope and rope.cos,
+        "sin": rope and rope.sin,
+        "eps": norm.eps if norm else 0.0,
+        "batch": batch,
+        **{f"{name}_row": x.stride(0) for name, x in (("q", q), ("k", k), ("v", v))},
+        **{f"{name}_head": x.stride(1) for name, x in (("q", q), ("k", k), ("v", v))},
+        **{f"windows_{axis}": layer.windows.stride(i + 1) for i, axis in enumerate(("slot", "side", "head"))},
+        "GROUP": num_heads // k.shape[1],
+        "NUM_KEPT": tables.places.num_kept,
+        "SINKS": layout.format.sinks,
+        "RING": layout.format.ring_size,
+        "HEAD_DIM": head_dim,
+        "PADDED": padded,
+        "ROWS": _ROWS,
+        "COLUMNS": columns,
+        "PARTS": parts,
+        "BLOCKS": 1 if batch < 16 else 4,
+    }
+
+
+@triton.jit
+def append_kernel(
+    q,
+    k,
+    v,
+    q_out,
+    q_coded,
+    q_kept,
+    step,
+    windows,
+    context_len,
+    window_slot,
+    query_matrix,
+    kept_channels,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    eps,
+    batch,
+    q_row,
+    k_row,
+    v_row,
+    q_head,
+    k_head,
+    v_head,
+    windows_slot,
+    windows_side,
+    windows_head,
+    GROUP: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
+    SINKS: tl.constexpr,
+    RING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Of one KV head some columns of some coded queries, or the new keys and values of as many sequences.
+
+    Grid: (blocks of queries, num_kv_heads, PARTS + 1). The arguments are those of `append_arguments`.
+    """
+    head, part = tl.program_id(1), tl.program_id(2)
+    if part == PARTS:
+        for block in range(BLOCKS):
+            row = (tl.program_id(0) * BLOCKS + block) * ROWS + tl.arange(0, ROWS)[:, None]
+            _append_tokens(
+                k + row.to(tl.int64) * k_row + head * k_head,
+                v + row.to(tl.int64) * v_row + head * v_head,
+                row,
+                head,
+                step,
+                windows + head * windows_head,
+                windows_slot,
+                windows_side,
+                context_len,
+                window_slot,
+                k_weight,
+                cos,
+                sin,
+                eps,
+                batch,
+                SINKS,
+                RING,
+                HEAD_DIM,
+                PADDED,
+            )
+    else:
+        matrix = query_matrix
+        if query_matrix is not None:
+            channel, column = tl.arange(0, PADDED)[:, None], part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            place = (head * HEAD_DIM + channel) * PADDED + column
+            matrix = tl.load(query_matrix + place, mask=channel < HEAD_DIM, other=0.0)
+        for block in range(BLOCKS):
+            row = (tl.program_id(0) * BLOCKS + block) * ROWS + tl.arange(0, ROWS)[:, None]
+            sequence, of_group = row // GROUP, row % GROUP
+            live = sequence < batch
+            _prepare_queries(
+                q + sequence.to(tl.int64) * q_row + (head * GROUP + of_group) * q_head,
+                (sequence * tl.num_programs(1) + head) * GROUP + of_group,
+                live,
+                part,
+                q_out,
+                q_coded,
+                q_kept,
+                matrix,
+                kept_channels + head * NUM_KEPT,
+                tl.load(context_len + sequence, mask=live, other=0),
+                q_weight,
+                cos,
+                sin,
+                eps,
+                NUM_KEPT,
+                HEAD_DIM,
+                PADDED,
+                COLUMNS,
+            )
+
+
+@triton.jit
+def _prepare_queries(
+    q,
+    query,
+    live,
+    part,
+    q_out,
+    q_coded,
+    q_kept,
+    matrix,
+    kept_channels,
+    position,
+    weight,
+    cos,
+    sin,
+    eps,
+    NUM_KEPT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Queries at `q` [n, 1] of one KV head, which are the results' number `query`."""
+    channel = tl.arange(0, PADDED)[None, :]
+    inside = channel < HEAD_DIM
+    rows = _heads(q, live, position, weight, cos, sin, eps, HEAD_DIM, PADDED)
+    if part == 0:
+        if q_out is not None:
+            tl.store(q_out + query * HEAD_DIM + channel, _to(rows, q_out.dtype.element_ty), mask=live & inside)
+        for kept in tl.static_range(NUM_KEPT):
+            value = coordinate(rows, tl.load(kept_channels + kept))
+            tl.store(q_kept + query * NUM_KEPT + kept, value, mask=live)
+    if q_coded is not None:
+        for kept in tl.static_range(NUM_KEPT):
+            rows = tl.where(channel == tl.load(kept_channels + kept), 0.0, rows)
+        coded = to_f16(tl.sum(rows[:, :, None] * matrix[None], 1))
+        column = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        tl.store(q_coded + query * HEAD_DIM + column, coded, mask=live & (column < HEAD_DIM))
+
+
+@triton.jit
+def _append_tokens(
+    k,
+    v,
+    row,
+    head,
+    step,
+    windows,
+    windows_slot,
+    windows_side,
+    context_len,
+    window_slot,
+    weight,
+    cos,
+    sin,
+    eps,
+    batch,
+    SINKS: tl.constexpr,
+    RING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """One head of the new tokens of sequences `row` [n, 1], to their windows and, if that is not None, to `step`."""
+    channel = tl.arange(0, PADDED)[None, :]
+    live = row < batch
+    inside = live & (channel < HEAD_DIM)
+    position = tl.load(context_len + row, mask=live, other=0)
+    slot = tl.load(window_slot + row, mask=live, other=-1).to(tl.int64)
+    key = _heads(k, live, position, weight, cos, sin, eps, HEAD_DIM, PADDED)
+    value = tl.load(v + channel, mask=inside, other=0.0).to(tl.float32)
+    if step is not None:
+        place = step + (row * tl.num_programs(1) + head) * HEAD_DIM + channel
+        tl.store(place, _to(key, step.dtype.element_ty), mask=inside)
+        place += batch * tl.num_programs(1) * HEAD_DIM
+        tl.store(place, _to(value, step.dtype.element_ty), mask=inside)
+    in_window = position
+    if RING > 0:
+        in_window = tl.where(position < SINKS, position, SINKS + (position - SINKS) % RING)
+    place = windows + slot * windows_slot + in_window * HEAD_DIM + channel
+    held = inside & (slot >= 0) & (in_window < SINKS + RING)
+    tl.store(place, _to(key, windows.dtype.element_ty), mask=held)
+    tl.store(place + windows_side, _to(value, windows.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _to(x, dtype: tl.constexpr):
+    """Float32 to `dtype`, to nearest. To bfloat16 by hand: Triton's interpreter cuts off instead of rounding."""
+    if dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x == x, bits, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        rounded = x.to(dtype)
+    return rounded
+
+
+@triton.jit
+def _heads(x, live, position, weight, cos, sin, eps, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Heads at `x` [n, 1] after norm and RoPE, float32 [n, PADDED]; rounded to their dtype as often as torch does."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    channel = tl.arange(0, PADDED)[None, :]
+    inside, partner = channel < HEAD_DIM, (channel + HALF) % HEAD_DIM
+    rows = tl.load(x + channel, mask=live & inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        mean_square = tl.math.div_rn(tl.sum(rows * rows, 1, keep_dims=True), HEAD_DIM)
+        factor = tl.math.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
+        rows = rows * factor * tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
+        rows = _to(rows, x.dtype.element_ty).to(tl.float32)
+    if cos is not None:
+        others = tl.load(x + partner, mask=live & inside, other=0.0).to(tl.float32)
+        if weight is not None:
+            others = others * factor * tl.load(weight + partner, mask=inside, other=0.0).to(tl.float32)
+            others = _to(others, x.dtype.element_ty).to(tl.float32)
+        turn = position * HALF + channel % HALF
+        straight = rows * tl.load(cos + turn, mask=inside, other=0.0)
+        across = others * tl.load(sin + turn, mask=inside, other=0.0)
+        rows = tl.where(channel < HALF, straight - across, straight + across)
+        rows = _to(rows, x.dtype.element_ty).to(tl.float32)
+    return rows
+
+
+# --- chunks ----------------------------------------------------------------------------------------------------
+
+
+_LAYERS: WeakKeyDictionary[LayerCache, PagedLayers] = WeakKeyDictionary()
+
+
+def append_triton(k: Tensor, v: Tensor, cache: LayerCache, inputs: AttentionInputs) -> tuple[WideTokens, ...]:
+    """`append_chunk` for a cache as the torch reference takes it; its tables are made at the first call."""
+    if cache not in _LAYERS:
+        _LAYERS[cache] = PagedLayers.of([cache])
+    return append_chunk(k, v, _LAYERS[cache], inputs)
+
+
+def append_chunk(k: Tensor, v: Tensor, layer: PagedLayers, inputs: AttentionInputs) -> tuple[WideTokens, ...]:
+    """Append a step of any number of tokens per sequence to one layer, in place.
+
+    Afterwards `tokens_in_pages` tokens of every sequence are in its pages, which `block_table` must have room for.
+    Sizes are read on the host.
+
+    Args:
+        k: [tokens, num_kv_heads, head_dim], after q/k norm and RoPE.
+        v: the same shape.
+        layer: the layer.
+        inputs: the batch.
+
+    Returns:
+        Per sequence, the tokens that its queries may read in 16 bit.
+    """
+    dtype, fmt, windows = layer.layout.wide_dtype, layer.layout.format, layer.windows[0]
+    wide: list[WideTokens] = []
+    leaving: list[slice] = []
+    for step in inputs.sequences:
+        moves = _window_moves(step.context_len, step.length, fmt, k.device)
+        new_k, new_v = k[step.start : step.end].to(dtype), v[step.start : step.end].to(dtype)
+        window_k, window_v = windows[step.window_slot]
+        wide.append(
+            WideTokens(
+                torch.cat([window_k[:, moves.held_slots].transpose(0, 1), new_k]),
+                torch.cat([window_v[:, moves.held_slots].transpose(0, 1), new_v]),
+                moves.positions,
+            )
+        )
+        leaving.append(_leaving(step, fmt))
+        window_k[:, moves.stay_slots] = new_k[moves.stay_rows].transpose(0, 1)
+        window_v[:, moves.stay_slots] = new_v[moves.stay_rows].transpose(0, 1)
+    counts = [part.stop - part.start for part in leaving]
+    if any(counts):
+        tokens, positions = (
+            torch.cat([tensor[part] for tensor, part in zip(tensors, leaving, strict=True)])
+            for tensors in (
+                [torch.stack([keys, values], dim=1) for keys, values, _ in wide],
+                [positions for _, _, positions in wide],
+            )
+        )
+        sequence = torch.repeat_interleave(torch.tensor(counts)).to(k.device)
+        encode_tokens(layer, tokens.transpose(0, 1), positions, inputs, sequence)
+    return tuple(wide)
+
+
+def _leaving(step: SequenceStep, fmt: KVFormat) -> slice:
+    """What a step codes, as a part of the positions of its `WideTokens`."""
+    # Behind the sinks these begin with the first position that was read in 16 bit before the step.
+    start = fmt.sinks - fmt.coded_tokens(step.context_len)
+    return slice(start + tokens_in_pages(step.context_len, fmt), start + tokens_in_pages(step.length, fmt))
