@@ -54,14 +54,26 @@ class Rounder:
 
 
 def damped(metric: Array) -> Array:
-    """A mean diagonal of 1 (the identity where the metric is zero), and some of that added to all of it."""
+    """A mean diagonal of 1 (the identity where the metric is zero), and some of that added to all of it; in numbers
+    of float16."""
     mean = np.diag(metric).mean()
-    return (metric / mean if mean > 0 else np.eye(len(metric))) + DAMPING * np.eye(len(metric))
+    exact = (metric / mean if mean > 0 else np.eye(len(metric))) + DAMPING * np.eye(len(metric))
+    return exact.astype(np.float16).astype(np.float64)
 
 
 def make_up(metric: Array) -> list[Array]:
-    """For each coordinate i, how far the errors e[:i] want it moved: -(M[i:, i:]^-1 M[i:, :i])[0]."""
-    return [-np.linalg.solve(metric[i:, i:], metric[i:, :i])[0] for i in range(len(metric))]
+    """For each coordinate i, how far the errors e[:i] want it moved: -(M[i:, i:]^-1 M[i:, :i])[0].
+
+    As a matrix, strictly lower, this is A. Where errors are counted from where a coordinate had been moved to, which
+    is r = (1 - A) e, it is A (1 - A)^-1: these are the numbers that are rounded to float16.
+    """
+    one = np.eye(len(metric))
+    moves = np.zeros_like(metric)
+    for i in range(len(metric)):
+        moves[i, :i] = -np.linalg.solve(metric[i:, i:], metric[i:, :i])[0]
+    rounded = np.linalg.solve((one - moves).T, moves.T).T.astype(np.float16).astype(np.float64)
+    moves = np.linalg.solve(one + rounded, rounded)
+    return [moves[i, :i] for i in range(len(metric))]
 
 
 def fit(row: Array, codes: Array, metric: Array) -> tuple[float, float, float]:

@@ -41,6 +41,9 @@ _BLOCK = 16
 class NoiseShaper:
     """A metric per head, prepared for rounding; all float32, coordinates in the order of rounding.
 
+    `metric` and `feedback` consist of float16 numbers: the moments behind them are known far less well, and a device
+    that codes tokens waits for these bytes.
+
     Attributes:
         order: int64 [heads, n], the coordinates from the costliest to the cheapest.
         feedback: [heads, n, n], strictly lower: how much of coordinate i's error goes to coordinate j > i.
@@ -65,6 +68,7 @@ class NoiseShaper:
         mean = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
         eye = torch.eye(metric.shape[-1], dtype=torch.float64, device=metric.device)
         metric = torch.where(mean > 0, metric / mean.clamp_min(1e-300), eye) + damping * eye
+        metric = metric.half().double()
         order = metric.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
         if not ordered:
             order = torch.arange(metric.shape[-1], device=metric.device).expand_as(order)
@@ -76,7 +80,7 @@ class NoiseShaper:
         coupling = metric / metric.diagonal(dim1=-2, dim2=-1)[:, :, None]
         return cls(
             order,
-            feedback.tril(-1).float().contiguous(),
+            feedback.tril(-1).half().float().contiguous(),
             coupling.tril(-1).float().contiguous(),
             coupling.float(),
             metric.float(),
