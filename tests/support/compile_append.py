@@ -42,12 +42,13 @@ def launches() -> Iterator[tuple[str, Any, dict[str, Any], int]]:
         arguments = encode_arguments(layer, layer.windows, None, inputs.context_len, inputs, 1 - layout.format.recent)
         tile = Tile.of(batch // 3, HEAD_DIM)
         (sides,) = side_arguments(layer.tables)
-        yield f"encode {batch}", encode_kernel, {**arguments, **sides, "TOKENS": tile.tokens}, tile.warps
+        arguments |= {**sides, "TOKENS": tile.tokens, "STAGES": tile.stages}
+        yield f"encode {batch}", encode_kernel, arguments, tile.warps
         q = torch.zeros(batch, HEADS * GROUP, HEAD_DIM, dtype=torch.bfloat16)
         k = torch.zeros(batch, HEADS, HEAD_DIM, dtype=torch.bfloat16)
         query = query_memory(q, layer, changed=True)
         arguments = append_arguments(q, k, k, query, None, layer, inputs, norm, rope)
-        yield f"append {batch}", append_kernel, arguments, 4
+        yield f"append {batch}", append_kernel, arguments, 8
 
 
 def whole(*shape: int) -> Tensor:

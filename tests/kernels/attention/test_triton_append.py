@@ -139,7 +139,7 @@ def test_tokens_are_coded_as_by_the_codec(name: str, head_dim: int, heads: int, 
     mine, codec = tokens.by_the_kernel(), tokens.by_the_codec()
     expected, found = metric_errors(codec, tokens), metric_errors(mine, tokens)
     same = expected == found
-    assert same.double().mean() >= 0.99
+    assert same.double().mean() >= 0.98
     assert bool((found[~same] <= 1.15 * expected[~same]).all())
     if same.all():
         assert torch.equal(mine, codec)

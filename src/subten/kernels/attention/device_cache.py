@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from subten.errors import KernelUnavailableError
 from subten.formats.affine import parts
 from subten.formats.coding import LayerCoding, TensorCoding
+from subten.formats.hadamard import hadamard
 from subten.formats.layout import PageLayout
 from subten.formats.quantizers import GAUSSIAN_STEP
 from subten.formats.shaping import NoiseShaper
@@ -68,7 +69,6 @@ class Code:
         parts: 16-bit numbers of a grid, 0 where there is none.
         transformed: whether rows are multiplied by `TensorCoding.to_coded`.
         shaped: whether rounding is.
-        matrices: per head in `CodingTables.matrices`.
     """
 
     kind: str
@@ -76,7 +76,6 @@ class Code:
     parts: int
     transformed: bool
     shaped: bool
-    matrices: int
 
 
 @dataclass(frozen=True)
@@ -115,14 +114,19 @@ class CodingTables:
         key: how keys are coded.
         value: how values are.
         places: where planes are in a record.
-        matrices: float32 [layers, 2 (K, V), num_kv_heads, m, head_dim, n]; `to_coded`, and where a side is shaped
-            `feedback`, transposed, and `metric`. None where nothing is transformed.
+        hadamard: whether keys, and values, are taken into coded space by the Hadamard transform alone.
+        transform: float32 [layers, 2 (K, V), num_kv_heads, head_dim, n], `to_coded`. None where nothing is
+            transformed.
+        feedback: int32 [layers, 2, num_kv_heads, head_dim / 2, n], transposed; the float16 numbers (which is what it
+            consists of) of rows 2i and 2i + 1 in one, the first in its lower half. None where nothing is shaped.
+        metric: likewise.
         vectors: float32 [layers, 2, num_kv_heads, 3, n], sums of the metric's rows, inverses of its diagonal, and the
             sum of all of it, n times. None where nothing is shaped.
-        rank: int32 [layers, 2, num_kv_heads, n], when a channel is rounded. None where nothing is shaped.
+        order: int32 [layers, 2, num_kv_heads, 2, n], which channel is rounded when, and when a channel is rounded.
+            None where nothing is shaped.
         kept_channels: int32 [layers, num_kv_heads, num_kept].
-        query_matrix: float32 [layers, num_kv_heads, head_dim, n], `key.from_coded` transposed. None where keys are
-            not transformed.
+        query_matrix: float16 [layers, num_kv_heads, head_dim, n], `key.from_coded` transposed, zero in the lines of
+            kept channels. None where keys are not transformed.
         mean: float32 [layers, num_kv_heads, head_dim], 0 in layers that remove none. None where none does.
         rope: of `mean`.
     """
@@ -130,9 +134,12 @@ class CodingTables:
     key: Code
     value: Code
     places: Places
-    matrices: Tensor | None
+    hadamard: tuple[bool, bool]
+    transform: Tensor | None
+    feedback: Tensor | None
+    metric: Tensor | None
     vectors: Tensor | None
-    rank: Tensor | None
+    order: Tensor | None
     kept_channels: Tensor
     query_matrix: Tensor | None
     mean: Tensor | None
@@ -154,15 +161,22 @@ class CodingTables:
         kept = torch.stack([coding.kept_channels for coding in codings])
         blank = torch.zeros(kept.shape[1], layout.head_dim, layout.head_dim, device=kept.device)
         shapers = [None if side is None else side.shaper for side in sides]
-        count = 3 if any(shapers) else int(any(sides))
-        prepared = [torch.stack(_matrices(side, blank)[: max(1, count)], dim=1) for side in sides]
+        plain = hadamard(torch.eye(layout.head_dim, device=kept.device))
+        alone = [
+            all(side is not None and bool((side.to_coded == plain).all()) for side in sides[i::2]) for i in (0, 1)
+        ]
         return cls(
-            _code(layout.format.key, codings[0].key, count),
-            _code(layout.format.value, codings[0].value, count),
+            _code(layout.format.key, codings[0].key),
+            _code(layout.format.value, codings[0].value),
             Places.of(layout),
-            _by_layer_and_side(prepared) if any(sides) else None,
+            (alone[0], alone[1]),
+            _by_layer_and_side([_transform(side, blank) for side in sides]) if any(sides) else None,
+            _by_layer_and_side([_pairs(blank if x is None else x.feedback.mT) for x in shapers])
+            if any(shapers)
+            else None,
+            _by_layer_and_side([_pairs(blank if x is None else x.metric) for x in shapers]) if any(shapers) else None,
             _by_layer_and_side([_vectors(shaper, blank) for shaper in shapers]) if any(shapers) else None,
-            _by_layer_and_side([_rank(shaper, blank) for shaper in shapers]) if any(shapers) else None,
+            _by_layer_and_side([_order(shaper, blank) for shaper in shapers]) if any(shapers) else None,
             kept.int(),
             _query_matrix(codings),
             *_mean(mean_keys),
@@ -173,9 +187,11 @@ class CodingTables:
         part = slice(index, index + 1)
         return replace(
             self,
-            matrices=None if self.matrices is None else self.matrices[part],
+            transform=None if self.transform is None else self.transform[part],
+            feedback=None if self.feedback is None else self.feedback[part],
+            metric=None if self.metric is None else self.metric[part],
             vectors=None if self.vectors is None else self.vectors[part],
-            rank=None if self.rank is None else self.rank[part],
+            order=None if self.order is None else self.order[part],
             kept_channels=self.kept_channels[part],
             query_matrix=None if self.query_matrix is None else self.query_matrix[part],
             mean=None if self.mean is None else self.mean[part],
@@ -219,18 +235,23 @@ class PagedLayers:
         return PagedLayers(self.pages[part], self.windows[part], self.tables.layer(index), self.layout)
 
 
-def _code(fmt: TensorFormat, coding: TensorCoding | None, matrices: int) -> Code:
+def _code(fmt: TensorFormat, coding: TensorCoding | None) -> Code:
     shaped = coding is not None and coding.shaper is not None
-    return Code(fmt.code, fmt.bits, parts(fmt)[1] if fmt.coded else 0, coding is not None, shaped, matrices)
+    return Code(fmt.code, fmt.bits, parts(fmt)[1] if fmt.coded else 0, coding is not None, shaped)
 
 
-def _matrices(side: TensorCoding | None, blank: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _transform(side: TensorCoding | None, blank: Tensor) -> Tensor:
     if side is None:
-        return blank, blank, blank
+        return blank
     if side.shaper is None:
-        return side.to_coded, blank, blank
-    ordered = side.to_coded.take_along_dim(side.shaper.order[:, None], -1)
-    return ordered, side.shaper.feedback.transpose(1, 2), side.shaper.metric
+        return side.to_coded
+    return side.to_coded.take_along_dim(side.shaper.order[:, None], -1)
+
+
+def _pairs(matrices: Tensor) -> Tensor:
+    """Two rows of float16 numbers in one of int32."""
+    pairs: Tensor = matrices.half().unflatten(1, (-1, 2)).transpose(2, 3).contiguous()
+    return pairs.view(torch.int32).squeeze(-1)
 
 
 def _vectors(shaper: NoiseShaper | None, blank: Tensor) -> Tensor:
@@ -241,8 +262,10 @@ def _vectors(shaper: NoiseShaper | None, blank: Tensor) -> Tensor:
     return torch.stack([weights, 1 / shaper.metric.diagonal(dim1=-2, dim2=-1), total], dim=1)
 
 
-def _rank(shaper: NoiseShaper | None, blank: Tensor) -> Tensor:
-    return blank[:, 0].int() if shaper is None else shaper.order.argsort(-1).int()
+def _order(shaper: NoiseShaper | None, blank: Tensor) -> Tensor:
+    if shaper is None:
+        return blank[:, :2].int()
+    return torch.stack([shaper.order, shaper.order.argsort(-1)], dim=1).int()
 
 
 def _by_layer_and_side(tensors: Sequence[Tensor]) -> Tensor:
@@ -256,8 +279,15 @@ def _filled_up(x: Tensor) -> Tensor:
 
 
 def _query_matrix(codings: Sequence[LayerCoding]) -> Tensor | None:
-    matrices = [coding.key.from_coded.transpose(1, 2) for coding in codings if coding.key is not None]
-    return _filled_up(torch.stack(matrices)) if matrices else None
+    # Float16 holds it: a rotation, and a whitening of WHITENING_FLOOR and head_dim bounds it by 10.
+    matrices = [
+        coding.key.from_coded.transpose(1, 2).scatter(
+            1, coding.kept_channels[:, :, None].expand(-1, -1, coding.key.from_coded.shape[-1]), 0.0
+        )
+        for coding in codings
+        if coding.key is not None
+    ]
+    return _filled_up(torch.stack(matrices)).half() if matrices else None
 
 
 def _mean(mean_keys: Sequence[MeanKey | None]) -> tuple[Tensor | None, RopeTable | None]:

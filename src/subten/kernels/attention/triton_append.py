@@ -36,12 +36,13 @@ from subten.formats.spec import KVFormat
 from subten.kernels.attention.append import _window_moves
 from subten.kernels.attention.device_cache import PagedLayers, tokens_in_pages
 from subten.kernels.attention.inputs import AttentionInputs, LayerCache, SequenceStep, WideTokens
-from subten.kernels.attention.triton_encode import coordinate, encode_tokens, to_f16
+from subten.kernels.attention.triton_encode import encode_tokens, to_f16
 from subten.kernels.rope import RopeTable
 
-_WARPS, _ROWS, _TILE_ELEMENTS = 4, 4, 4096
-"""Of one program: warps, queries at a time, and elements of the query matrix. A thread has 32 of the matrix, and 128
-products to add up."""
+_WARPS = 8
+_ROWS = 16
+"""Queries of a program: as many as a tensor core takes at a time."""
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def append_decode(
     out = query_memory(q, layer, changed=norm is not None or rope is not None)
     step = None if layer.layout.format.recent else k.new_empty(2, *k.shape, dtype=layer.layout.wide_dtype)
     arguments = append_arguments(q, k, v, out, step, layer, inputs, norm, rope)
-    blocks = triton.cdiv(len(q) * arguments["GROUP"], _ROWS * arguments["BLOCKS"])
+    blocks = triton.cdiv(len(q) * arguments["GROUP"], _ROWS)
     append_kernel[(blocks, k.shape[1], arguments["PARTS"] + 1)](**arguments, num_warps=_WARPS, enable_fp_fusion=False)
     if step is not None:
         encode_tokens(layer, step, inputs.context_len, inputs)
@@ -143,7 +144,8 @@ def append_arguments(
     tables, layout = layer.tables, layer.layout
     batch, num_heads, head_dim = q.shape
     padded = triton.next_power_of_2(head_dim)
-    columns = min(32, _TILE_ELEMENTS // padded)
+    group = num_heads // k.shape[1]
+    columns = _columns(batch * group, padded)
     changed = out.q is not q
     parts = triton.cdiv(head_dim, columns) if out.coded is not None else int(changed or out.kept.numel() > 0)
     return {
@@ -168,17 +170,22 @@ def append_arguments(
         **{f"{name}_row": x.stride(0) for name, x in (("q", q), ("k", k), ("v", v))},
         **{f"{name}_head": x.stride(1) for name, x in (("q", q), ("k", k), ("v", v))},
         **{f"windows_{axis}": layer.windows.stride(i + 1) for i, axis in enumerate(("slot", "side", "head"))},
-        "GROUP": num_heads // k.shape[1],
+        "GROUP": group,
         "NUM_KEPT": tables.places.num_kept,
         "SINKS": layout.format.sinks,
         "RING": layout.format.ring_size,
         "HEAD_DIM": head_dim,
         "PADDED": padded,
         "ROWS": _ROWS,
+        "TOKENS": triton.next_power_of_2(min(batch, triton.cdiv(_ROWS, group))),
         "COLUMNS": columns,
         "PARTS": parts,
-        "BLOCKS": 1 if batch < 16 else 4,
     }
+
+
+def _columns(queries: int, padded: int) -> int:
+    """Columns of the query matrix in a program, for so many queries of a KV head."""
+    return min(32 if queries <= 4 * _ROWS else 64, padded)
 
 
 @triton.jit
@@ -217,108 +224,124 @@ def append_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
-    """Of one KV head some columns of some coded queries, or the new keys and values of as many sequences.
+    """Of one KV head some columns of ROWS coded queries, or the new keys and values of TOKENS sequences.
+
+    Loads come in the order in which they are waited for: a position first, as its rotation depends on it, and all
+    else before the first number is used.
 
     Grid: (blocks of queries, num_kv_heads, PARTS + 1). The arguments are those of `append_arguments`.
     """
     head, part = tl.program_id(1), tl.program_id(2)
     if part == PARTS:
-        for block in range(BLOCKS):
-            row = (tl.program_id(0) * BLOCKS + block) * ROWS + tl.arange(0, ROWS)[:, None]
-            _append_tokens(
-                k + row.to(tl.int64) * k_row + head * k_head,
-                v + row.to(tl.int64) * v_row + head * v_head,
-                row,
-                head,
-                step,
-                windows + head * windows_head,
-                windows_slot,
-                windows_side,
-                context_len,
-                window_slot,
-                k_weight,
-                cos,
-                sin,
-                eps,
-                batch,
-                SINKS,
-                RING,
-                HEAD_DIM,
-                PADDED,
-            )
+        token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
+        _append_tokens(
+            k + token.to(tl.int64) * k_row + head * k_head,
+            v + token.to(tl.int64) * v_row + head * v_head,
+            token,
+            head,
+            step,
+            windows + head * windows_head,
+            windows_slot,
+            windows_side,
+            context_len,
+            window_slot,
+            k_weight,
+            cos,
+            sin,
+            eps,
+            batch,
+            SINKS,
+            RING,
+            HEAD_DIM,
+            PADDED,
+        )
     else:
-        matrix = query_matrix
-        if query_matrix is not None:
-            channel, column = tl.arange(0, PADDED)[:, None], part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-            place = (head * HEAD_DIM + channel) * PADDED + column
-            matrix = tl.load(query_matrix + place, mask=channel < HEAD_DIM, other=0.0)
-        for block in range(BLOCKS):
-            row = (tl.program_id(0) * BLOCKS + block) * ROWS + tl.arange(0, ROWS)[:, None]
-            sequence, of_group = row // GROUP, row % GROUP
-            live = sequence < batch
-            _prepare_queries(
-                q + sequence.to(tl.int64) * q_row + (head * GROUP + of_group) * q_head,
-                (sequence * tl.num_programs(1) + head) * GROUP + of_group,
-                live,
-                part,
-                q_out,
-                q_coded,
-                q_kept,
-                matrix,
-                kept_channels + head * NUM_KEPT,
-                tl.load(context_len + sequence, mask=live, other=0),
-                q_weight,
-                cos,
-                sin,
-                eps,
-                NUM_KEPT,
-                HEAD_DIM,
-                PADDED,
-                COLUMNS,
-            )
+        row_of_group = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+        sequence, of_group = row_of_group // GROUP, row_of_group % GROUP
+        _prepare_queries(
+            q + sequence.to(tl.int64) * q_row + (head * GROUP + of_group) * q_head,
+            (sequence * tl.num_programs(1) + head) * GROUP + of_group,
+            sequence,
+            head,
+            part,
+            q_out,
+            q_coded,
+            q_kept,
+            query_matrix,
+            kept_channels,
+            context_len,
+            q_weight,
+            cos,
+            sin,
+            eps,
+            batch,
+            NUM_KEPT,
+            HEAD_DIM,
+            PADDED,
+            COLUMNS,
+            PARTS,
+        )
 
 
 @triton.jit
 def _prepare_queries(
     q,
     query,
-    live,
+    sequence,
+    head,
     part,
     q_out,
     q_coded,
     q_kept,
-    matrix,
+    query_matrix,
     kept_channels,
-    position,
+    context_len,
     weight,
     cos,
     sin,
     eps,
+    batch,
     NUM_KEPT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Queries at `q` [n, 1] of one KV head, which are the results' number `query`."""
-    channel = tl.arange(0, PADDED)[None, :]
-    inside = channel < HEAD_DIM
-    rows = _heads(q, live, position, weight, cos, sin, eps, HEAD_DIM, PADDED)
-    if part == 0:
-        if q_out is not None:
-            tl.store(q_out + query * HEAD_DIM + channel, _to(rows, q_out.dtype.element_ty), mask=live & inside)
-        for kept in tl.static_range(NUM_KEPT):
-            value = coordinate(rows, tl.load(kept_channels + kept))
-            tl.store(q_kept + query * NUM_KEPT + kept, value, mask=live)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    live = sequence < batch
+    channel = tl.arange(0, PADDED // 2)[None, :]
+    column = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    position = tl.load(context_len + sequence, mask=live, other=0)
     if q_coded is not None:
-        for kept in tl.static_range(NUM_KEPT):
-            rows = tl.where(channel == tl.load(kept_channels + kept), 0.0, rows)
-        coded = to_f16(tl.sum(rows[:, :, None] * matrix[None], 1))
-        column = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        tl.store(q_coded + query * HEAD_DIM + column, coded, mask=live & (column < HEAD_DIM))
+        line = tl.arange(0, PADDED // 2)[:, None]
+        matrix = query_matrix + (head * HEAD_DIM + line) * PADDED + column
+        upper = tl.load(matrix, mask=line < HALF, other=0.0)
+        lower = tl.load(matrix + HALF * PADDED, mask=line < HALF, other=0.0)
+    first_kept, second_kept = tl.full([1, PADDED // 2], -1, tl.int32), tl.full([1, PADDED // 2], -1, tl.int32)
+    for kept in tl.static_range(NUM_KEPT):
+        kept_channel = tl.load(kept_channels + head * NUM_KEPT + kept)
+        first_kept = tl.where(channel == kept_channel, kept, first_kept)
+        second_kept = tl.where(channel + HALF == kept_channel, kept, second_kept)
+    first, second = _heads(q, live, position, weight, cos, sin, eps, HEAD_DIM, PADDED)
+    if q_coded is not None:
+        coded = tl.dot(to_f16(second), lower, tl.dot(to_f16(first), upper))
+        tl.store(q_coded + query * HEAD_DIM + column, to_f16(coded), mask=live & (column < HEAD_DIM))
+    if part == 0:
+        inside = live & (channel < HALF)
+        if q_out is not None:
+            place = q_out + query * HEAD_DIM + channel
+            tl.store(place, _to(first, q_out.dtype.element_ty), mask=inside)
+            tl.store(place + HALF, _to(second, q_out.dtype.element_ty), mask=inside)
+    if part == PARTS - 1:
+        held = live & (channel < HALF)
+        if NUM_KEPT > 0:
+            tl.store(q_kept + query * NUM_KEPT + first_kept, first, mask=held & (first_kept >= 0))
+            tl.store(q_kept + query * NUM_KEPT + second_kept, second, mask=held & (second_kept >= 0))
 
 
 @triton.jit
@@ -344,31 +367,35 @@ def _append_tokens(
     PADDED: tl.constexpr,
 ):
     """One head of the new tokens of sequences `row` [n, 1], to their windows and, if that is not None, to `step`."""
-    channel = tl.arange(0, PADDED)[None, :]
+    HALF: tl.constexpr = HEAD_DIM // 2
+    channel = tl.arange(0, PADDED // 2)[None, :]
     live = row < batch
-    inside = live & (channel < HEAD_DIM)
+    inside = live & (channel < HALF)
     position = tl.load(context_len + row, mask=live, other=0)
     slot = tl.load(window_slot + row, mask=live, other=-1).to(tl.int64)
-    key = _heads(k, live, position, weight, cos, sin, eps, HEAD_DIM, PADDED)
-    value = tl.load(v + channel, mask=inside, other=0.0).to(tl.float32)
-    if step is not None:
-        place = step + (row * tl.num_programs(1) + head) * HEAD_DIM + channel
-        tl.store(place, _to(key, step.dtype.element_ty), mask=inside)
-        place += batch * tl.num_programs(1) * HEAD_DIM
-        tl.store(place, _to(value, step.dtype.element_ty), mask=inside)
     in_window = position
     if RING > 0:
         in_window = tl.where(position < SINKS, position, SINKS + (position - SINKS) % RING)
-    place = windows + slot * windows_slot + in_window * HEAD_DIM + channel
     held = inside & (slot >= 0) & (in_window < SINKS + RING)
-    tl.store(place, _to(key, windows.dtype.element_ty), mask=held)
-    tl.store(place + windows_side, _to(value, windows.dtype.element_ty), mask=held)
+    windows += slot * windows_slot + in_window * HEAD_DIM + channel
+    if step is not None:
+        step += (row * tl.num_programs(1) + head) * HEAD_DIM + channel
+        step_side = batch * tl.num_programs(1) * HEAD_DIM
+    values = tl.load(v + channel, mask=inside, other=0.0), tl.load(v + channel + HALF, mask=inside, other=0.0)
+    keys = _heads(k, live, position, weight, cos, sin, eps, HEAD_DIM, PADDED)
+    for half in tl.static_range(2):
+        key, value = keys[half], values[half].to(tl.float32)
+        if step is not None:
+            tl.store(step + half * HALF, _to(key, step.dtype.element_ty), mask=inside)
+            tl.store(step + half * HALF + step_side, _to(value, step.dtype.element_ty), mask=inside)
+        tl.store(windows + half * HALF, _to(key, windows.dtype.element_ty), mask=held)
+        tl.store(windows + half * HALF + windows_side, _to(value, windows.dtype.element_ty), mask=held)
 
 
 @triton.jit
 def _to(x, dtype: tl.constexpr):
-    """Float32 to `dtype`, to nearest. To bfloat16 by hand: Triton's interpreter cuts off instead of rounding."""
-    if dtype == tl.bfloat16:
+    """Float32 to `dtype`, to nearest: by hand where it is Triton's interpreter that would cut bfloat16 off."""
+    if dtype == tl.bfloat16 and _INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x == x, bits, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -379,27 +406,32 @@ def _to(x, dtype: tl.constexpr):
 
 @triton.jit
 def _heads(x, live, position, weight, cos, sin, eps, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Heads at `x` [n, 1] after norm and RoPE, float32 [n, PADDED]; rounded to their dtype as often as torch does."""
+    """Heads at `x` [n, 1] after norm and RoPE, float32, rounded to their dtype as often as torch does. Channels that
+    RoPE turns together lie in one thread: the first half and the second, [n, PADDED // 2] each."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    channel = tl.arange(0, PADDED)[None, :]
-    inside, partner = channel < HEAD_DIM, (channel + HALF) % HEAD_DIM
-    rows = tl.load(x + channel, mask=live & inside, other=0.0).to(tl.float32)
+    channel = tl.arange(0, PADDED // 2)[None, :]
+    inside = live & (channel < HALF)
+    first = tl.load(x + channel, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + channel + HALF, mask=inside, other=0.0).to(tl.float32)
     if weight is not None:
-        mean_square = tl.math.div_rn(tl.sum(rows * rows, 1, keep_dims=True), HEAD_DIM)
-        factor = tl.math.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
-        rows = rows * factor * tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
-        rows = _to(rows, x.dtype.element_ty).to(tl.float32)
+        # Of every head, as a tile: then they come in the layout of the heads.
+        place = tl.broadcast_to(weight + channel, first.shape)
+        first_weight = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        second_weight = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
     if cos is not None:
-        others = tl.load(x + partner, mask=live & inside, other=0.0).to(tl.float32)
-        if weight is not None:
-            others = others * factor * tl.load(weight + partner, mask=inside, other=0.0).to(tl.float32)
-            others = _to(others, x.dtype.element_ty).to(tl.float32)
-        turn = position * HALF + channel % HALF
-        straight = rows * tl.load(cos + turn, mask=inside, other=0.0)
-        across = others * tl.load(sin + turn, mask=inside, other=0.0)
-        rows = tl.where(channel < HALF, straight - across, straight + across)
-        rows = _to(rows, x.dtype.element_ty).to(tl.float32)
-    return rows
+        cosine = tl.load(cos + position * HALF + channel, mask=inside, other=0.0)
+        sine = tl.load(sin + position * HALF + channel, mask=inside, other=0.0)
+    if weight is not None:
+        square = tl.sum(first * first + second * second, 1, keep_dims=True)
+        factor = tl.rsqrt(square * (1 / HEAD_DIM) + eps)
+        first = _to(first * factor * first_weight, x.dtype.element_ty).to(tl.float32)
+        second = _to(second * factor * second_weight, x.dtype.element_ty).to(tl.float32)
+    if cos is not None:
+        turned = first * cosine - second * sine
+        second = second * cosine + first * sine
+        first = _to(turned, x.dtype.element_ty).to(tl.float32)
+        second = _to(second, x.dtype.element_ty).to(tl.float32)
+    return first, second
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------

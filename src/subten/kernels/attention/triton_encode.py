@@ -4,7 +4,8 @@ The result is that of `subten.formats.codec.write_tokens`: mean key removed, kep
 rounding with a refit, or the two passes of subten/formats/shaping.py. A row lies in the registers of one warp. Each
 step of a pass moves one coordinate to all lanes (one shuffle), rounds it, and hands its error on with one fused
 multiply-add per element; a pass waits for that chain of about 50 cycles, coordinate after coordinate. Matrices are
-read row by row, some rows ahead, and each row serves all tokens of a program.
+read row by row, some rows ahead, and each row serves all tokens of a program. Where one token is coded, their bytes
+are what takes the time: the metric and the feedback are float16, and a plain Hadamard transform reads no matrix.
 
 Two things differ from the torch code; neither changes what is computed:
 
@@ -38,8 +39,6 @@ from subten.kernels.attention.inputs import AttentionInputs
 _UNROLL = tl.constexpr(4)
 """Coordinates per turn of a loop. The registers of a row are four neighbours wide: with four coordinates per turn the
 compiler knows which register holds a coordinate, and one shuffle moves it."""
-_STAGES = tl.constexpr(3)
-"""Turns of a loop whose matrix rows are in flight: two ahead of the one at work, 400 cycles."""
 
 _TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 """Added and taken away again, it rounds a float32 of less than 2^22 to the nearest integer, halves to even."""
@@ -91,12 +90,34 @@ def _bits(x):
 
 
 @triton.jit
-def _times(x, matrix, SIZE: tl.constexpr):
+def _of_pair(pairs, HALF: tl.constexpr):
+    """Float32 of the first or the second of two float16 in an int32."""
+    return (pairs >> (16 * HALF)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _hadamard(rows, order, HEAD_DIM: tl.constexpr, ORDERED: tl.constexpr):
+    """Rows [T, n] after the transform of subten/formats/hadamard.py; in the order of rounding, where there is one."""
+    BLOCK: tl.constexpr = HEAD_DIM & -HEAD_DIM
+    column = tl.broadcast_to(tl.arange(0, rows.shape[1])[None, :], rows.shape)
+    for bit in tl.static_range(8):
+        if 1 << bit < BLOCK:
+            others = tl.gather(rows, column ^ (1 << bit), 1)
+            rows = tl.where((column >> bit) & 1 == 0, rows + others, others - rows)
+    rows *= BLOCK**-0.5
+    if ORDERED:
+        channel = tl.broadcast_to(tl.load(order + tl.arange(0, rows.shape[1]))[None, :], rows.shape)
+        rows = tl.where(column < HEAD_DIM, tl.gather(rows, channel, 1), 0.0)
+    return rows
+
+
+@triton.jit
+def _times(x, matrix, SIZE: tl.constexpr, STAGES: tl.constexpr):
     """Rows [T, n] times a matrix, in float32; the matrix has SIZE rows of n elements."""
     n: tl.constexpr = x.shape[1]
     column = tl.arange(0, n)
     total = tl.zeros_like(x)
-    for i in tl.range(0, SIZE, loop_unroll_factor=_UNROLL, num_stages=_STAGES):
+    for i in tl.range(0, SIZE, loop_unroll_factor=_UNROLL, num_stages=STAGES):
         row = tl.load(matrix + i * n + column)[None, :]
         total = tl.fma(coordinate(x, i), row, total)
     return total
@@ -172,7 +193,16 @@ def _fit(rows, codes, weighted, weights, total, scale):
 
 
 @triton.jit
-def _shaped(rows, feedback, metric, vectors, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, PACKED: tl.constexpr):
+def _shaped(
+    rows,
+    feedback,
+    metric,
+    vectors,
+    HEAD_DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    PACKED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Codes (float32) and grid of rows [T, n] in the order of rounding; `shape` of shaping.py."""
     LEVELS: tl.constexpr = (1 << BITS) - 1
     n: tl.constexpr = rows.shape[1]
@@ -185,19 +215,21 @@ def _shaped(rows, feedback, metric, vectors, HEAD_DIM: tl.constexpr, BITS: tl.co
 
     unit = _positive(scale)
     target = _over(rows - offset, unit)
-    best = target
-    codes = tl.zeros_like(rows)
+    codes = target  # first what a coordinate should be, once it was rounded its code
     pull = tl.zeros_like(rows)  # metric @ (target - codes)
     weighted = tl.zeros_like(rows)  # metric @ codes
-    for i in tl.range(0, HEAD_DIM, loop_unroll_factor=_UNROLL, num_stages=_STAGES):
-        share = tl.load(feedback + i * n + column)[None, :]
-        cost = tl.load(metric + i * n + column)[None, :]
-        wanted = coordinate(best, i)
-        code = _level(wanted, LEVELS)
-        best = tl.fma(wanted - code, share, best)
-        codes = tl.where(column[None, :] == i, code, codes)
-        pull = tl.fma(coordinate(target, i) - code, cost, pull)
-        weighted = tl.fma(code, cost, weighted)
+    for even in tl.range(0, HEAD_DIM, 2, loop_unroll_factor=_UNROLL // 2, num_stages=STAGES):
+        # What comes before a coordinate gets no share of its error: zeros that need not be read.
+        shares = tl.load(feedback + even // 2 * n + column, mask=column // 4 >= even // 4, other=0)[None, :]
+        costs = tl.load(metric + even // 2 * n + column)[None, :]
+        for half in tl.static_range(2):
+            i = even + half
+            share, cost = _of_pair(shares, half), _of_pair(costs, half)
+            wanted = coordinate(codes, i)
+            code = _level(wanted, LEVELS)
+            codes = tl.where(column[None, :] == i, code, tl.fma(wanted - code, share, codes))
+            pull = tl.fma(coordinate(target, i) - code, cost, pull)
+            weighted = tl.fma(code, cost, weighted)
     energy = tl.sum(rows * (unit * (pull + weighted) + offset * weights), 1, keep_dims=True)
 
     scale, start, row_one, row_code = _fit(rows, codes, weighted, weights, total, scale)
@@ -209,13 +241,15 @@ def _shaped(rows, feedback, metric, vectors, HEAD_DIM: tl.constexpr, BITS: tl.co
     pull = stretch * pull + ((stretch - 1) * weighted + shift * weights)
 
     inverse_diagonal = tl.broadcast_to(tl.load(vectors + n + column)[None, :], rows.shape)
-    old, weighted = codes, weighted + pull
-    for i in tl.range(0, HEAD_DIM, loop_unroll_factor=_UNROLL, num_stages=_STAGES):
-        cost = tl.load(metric + i * n + column)[None, :]
-        before = coordinate(old, i)
-        code = _level(tl.fma(coordinate(pull, i), coordinate(inverse_diagonal, i), before), LEVELS)
-        pull = tl.fma(before - code, cost, pull)
-        codes = tl.where(column[None, :] == i, code, codes)
+    weighted += pull
+    for even in tl.range(0, HEAD_DIM, 2, loop_unroll_factor=_UNROLL // 2, num_stages=STAGES):
+        costs = tl.load(metric + even // 2 * n + column)[None, :]
+        for half in tl.static_range(2):
+            i = even + half
+            before = coordinate(codes, i)
+            code = _level(tl.fma(coordinate(pull, i), coordinate(inverse_diagonal, i), before), LEVELS)
+            pull = tl.fma(before - code, _of_pair(costs, half), pull)
+            codes = tl.where(column[None, :] == i, code, codes)
 
     scale, start, row_one, row_code = _fit(rows, codes, weighted - pull, weights, total, scale)
     gain = _unbiasing(energy, scale * row_code + start * row_one)
@@ -268,7 +302,7 @@ def _e4m3(rows):
 
 
 @triton.jit
-def _store_words(codes, plane, word_step, rank, live, CODE: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _store_words(codes, plane, word_step, order, live, CODE: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Codes (int32) [T, n] to words as subten/formats/packing.py has them, `word_step` apart from `plane` on."""
     WORDS: tl.constexpr = HEAD_DIM * CODE.bits // _WORD_BITS
     word = tl.arange(0, codes.shape[1] * CODE.bits // _WORD_BITS)[None, :]
@@ -278,17 +312,14 @@ def _store_words(codes, plane, word_step, rank, live, CODE: tl.constexpr, HEAD_D
     for p in tl.static_range(CODES):
         channel = tl.where(inside, p * WORDS + word, 0)
         if CODE.shaped:
-            channel = tl.load(rank + channel)
+            channel = tl.load(order + codes.shape[1] + channel)
         words |= tl.gather(codes, tl.broadcast_to(channel, words.shape), 1) << (p * CODE.bits)
     tl.store(plane + word * word_step, words.to(tl.int16), mask=live & inside)
 
 
 @triton.jit
-def _code(rows, matrices, vectors, CODE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Codes (int32) and the two parts of the grid (int16) of rows [T, n]."""
-    SIZE: tl.constexpr = HEAD_DIM * rows.shape[1]
-    if CODE.transformed:
-        rows = _times(rows, matrices, HEAD_DIM)
+def _code(rows, feedback, metric, vectors, CODE: tl.constexpr, HEAD_DIM: tl.constexpr, STAGES: tl.constexpr):
+    """Codes (int32) and the two parts of the grid (int16) of rows [T, n] in coded space."""
     if CODE.kind == "e4m3":
         codes, first = _e4m3(rows)
         second = first
@@ -296,7 +327,7 @@ def _code(rows, matrices, vectors, CODE: tl.constexpr, HEAD_DIM: tl.constexpr):
         rows = tl.clamp(rows, -_LARGEST_ELEMENT, _LARGEST_ELEMENT, _ALL)
         if CODE.shaped:
             codes, first, second = _shaped(
-                rows, matrices + SIZE, matrices + 2 * SIZE, vectors, HEAD_DIM, CODE.bits, CODE.parts == 1
+                rows, feedback, metric, vectors, HEAD_DIM, CODE.bits, CODE.parts == 1, STAGES
             )
         else:
             codes, first, second = _nearest(rows, HEAD_DIM, CODE.bits, CODE.parts == 1)
@@ -327,9 +358,11 @@ def encode_kernel(
     window_slot,
     sequence,
     position,
-    matrices,
+    transform,
+    feedback,
+    metric,
     vectors,
-    rank,
+    order,
     kept_channels,
     mean,
     cos,
@@ -353,7 +386,10 @@ def encode_kernel(
     RING: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
+    HADAMARD_KEYS: tl.constexpr,
+    HADAMARD_VALUES: tl.constexpr,
     TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Code TOKENS tokens of one layer and head, keys or values, and store them in their pages.
 
@@ -397,12 +433,21 @@ def encode_kernel(
                 rows = tl.where(column == channel, 0.0, rows)
 
         of_side = (layer * 2 + side) * tl.num_programs(1) + head
-        if CODE.transformed:
-            matrices += of_side.to(tl.int64) * (CODE.matrices * HEAD_DIM * PADDED)
         if CODE.shaped:
+            feedback += of_side.to(tl.int64) * (HEAD_DIM // 2 * PADDED)
+            metric += of_side.to(tl.int64) * (HEAD_DIM // 2 * PADDED)
             vectors += of_side * (3 * PADDED)
-            rank += of_side * PADDED
-        codes, first, second = _code(rows, matrices, vectors, CODE, HEAD_DIM)
+            order += of_side * (2 * PADDED)
+        if CODE.transformed:
+            if HADAMARD_KEYS and HADAMARD_VALUES:
+                rows = _hadamard(rows, order, HEAD_DIM, CODE.shaped)
+            else:
+                if HADAMARD_VALUES and side == 1:
+                    rows = _hadamard(rows, order, HEAD_DIM, CODE.shaped)
+                else:
+                    matrix = transform + of_side.to(tl.int64) * (HEAD_DIM * PADDED)
+                    rows = _times(rows, matrix, HEAD_DIM, STAGES)
+        codes, first, second = _code(rows, feedback, metric, vectors, CODE, HEAD_DIM, STAGES)
 
         grids_at = tl.where(side == 0, PLACES.key_grids, PLACES.value_grids)
         grid = record + grids_at + token * CODE.parts
@@ -413,7 +458,7 @@ def encode_kernel(
         place = (token % 8) * 8 + token // 8
         word_step = tl.where(side == 0, 1, _PAGE_SIZE)
         place = tl.where(side == 0, PLACES.key_codes + place * WORDS, PLACES.value_codes + place)
-        _store_words(codes, record + place, word_step, rank, live, CODE, HEAD_DIM)
+        _store_words(codes, record + place, word_step, order, live, CODE, HEAD_DIM)
 
 
 # --- from the host ---------------------------------------------------------------------------------------------
@@ -421,23 +466,31 @@ def encode_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """Tokens that one program codes, and its warps."""
+    """How a program works.
+
+    Attributes:
+        tokens: that it codes.
+        warps: of it.
+        stages: turns of a loop, the one at work and those whose matrix rows are on their way. Few programs must have
+            much on its way to get what the memory can give.
+    """
 
     tokens: int
     warps: int
+    stages: int = 3
 
     @classmethod
     def of(cls, count: int, padded: int) -> Tile:
         """For so many tokens of a head, whose rows are `padded` wide.
 
-        A program reads 256 KiB of matrices at head_dim 128, whatever its tokens: in the batch of a large decode
+        A program reads 80 to 144 KiB of matrices at head_dim 128, whatever its tokens: in the batch of a large decode
         step, or a prefill, the more tokens the better. A warp has registers for 512 elements of each vector. Below
         128 the lanes would hold less than four neighbours each, and sums would come in another order.
         """
         few, many = max(1, 128 // padded), 512 // padded
         if count <= few:
-            return cls(few, 1)
-        return cls(many, 1) if count <= 2 * many else cls(4 * many, 4)
+            return cls(few, 1, 6)
+        return cls(many, 1, 4) if count <= 2 * many else cls(4 * many, 4, 4)
 
 
 def encode_leaving(layers: PagedLayers, inputs: AttentionInputs, tile: Tile | None = None) -> None:
@@ -489,7 +542,7 @@ def encode_arguments(
     inputs: AttentionInputs,
     ahead: int | None,
 ) -> dict[str, Any]:
-    """Arguments of `encode_kernel` but for `side_arguments` and its TOKENS.
+    """Arguments of `encode_kernel` but for `side_arguments` and those of a tile.
 
     Args:
         layers: the layers, codes stored in place.
@@ -508,9 +561,11 @@ def encode_arguments(
         "window_slot": inputs.window_slot,
         "sequence": sequence,
         "position": position,
-        "matrices": tables.matrices,
+        "transform": tables.transform,
+        "feedback": tables.feedback,
+        "metric": tables.metric,
         "vectors": tables.vectors,
-        "rank": tables.rank,
+        "order": tables.order,
         "kept_channels": tables.kept_channels,
         "mean": tables.mean,
         "cos": tables.rope and tables.rope.cos,
@@ -525,6 +580,8 @@ def encode_arguments(
         "RING": 0 if ahead is None else layout.format.ring_size,
         "HEAD_DIM": layout.head_dim,
         "PADDED": triton.next_power_of_2(layout.head_dim),
+        "HADAMARD_KEYS": tables.hadamard[0],
+        "HADAMARD_VALUES": tables.hadamard[1],
     }
 
 
@@ -541,5 +598,10 @@ def _launch(layers: PagedLayers, arguments: dict[str, Any], tile: Tile | None) -
     blocks = triton.cdiv(arguments["count"], tile.tokens)
     for side in side_arguments(layers.tables):
         encode_kernel[(blocks, num_kv_heads, num_layers * side["SIDES"])](
-            **arguments, **side, TOKENS=tile.tokens, num_warps=tile.warps, enable_fp_fusion=False
+            **arguments,
+            **side,
+            TOKENS=tile.tokens,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
+            enable_fp_fusion=False,
         )
