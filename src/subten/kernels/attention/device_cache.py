@@ -129,6 +129,8 @@ class CodingTables:
             kept channels. None where keys are not transformed.
         mean: float32 [layers, num_kv_heads, head_dim], 0 in layers that remove none. None where none does.
         rope: of `mean`.
+        output_matrix: float32 [layers, num_kv_heads, head_dim, n], `value.from_coded`. None where values are not
+            transformed.
     """
 
     key: Code
@@ -144,6 +146,7 @@ class CodingTables:
     query_matrix: Tensor | None
     mean: Tensor | None
     rope: RopeTable | None
+    output_matrix: Tensor | None
 
     @classmethod
     def of(
@@ -180,6 +183,7 @@ class CodingTables:
             kept.int(),
             _query_matrix(codings),
             *_mean(mean_keys),
+            _output_matrix(codings),
         )
 
     def layer(self, index: int) -> CodingTables:
@@ -195,6 +199,7 @@ class CodingTables:
             kept_channels=self.kept_channels[part],
             query_matrix=None if self.query_matrix is None else self.query_matrix[part],
             mean=None if self.mean is None else self.mean[part],
+            output_matrix=None if self.output_matrix is None else self.output_matrix[part],
         )
 
 
@@ -288,6 +293,11 @@ def _query_matrix(codings: Sequence[LayerCoding]) -> Tensor | None:
         if coding.key is not None
     ]
     return _filled_up(torch.stack(matrices)).half() if matrices else None
+
+
+def _output_matrix(codings: Sequence[LayerCoding]) -> Tensor | None:
+    matrices = [coding.value.from_coded for coding in codings if coding.value is not None]
+    return _filled_up(torch.stack(matrices)) if matrices else None
 
 
 def _mean(mean_keys: Sequence[MeanKey | None]) -> tuple[Tensor | None, RopeTable | None]:

@@ -444,10 +444,29 @@ def append_triton(k: Tensor, v: Tensor, cache: LayerCache, inputs: AttentionInpu
     """`append_chunk` for a cache as the torch reference takes it; its tables are made at the first call."""
     if cache not in _LAYERS:
         _LAYERS[cache] = PagedLayers.of([cache])
-    return append_chunk(k, v, _LAYERS[cache], inputs)
+    return append_chunk(k, v, _LAYERS[cache], inputs).by_sequence
 
 
-def append_chunk(k: Tensor, v: Tensor, layer: PagedLayers, inputs: AttentionInputs) -> tuple[WideTokens, ...]:
+@dataclass(frozen=True)
+class WideBatch:
+    """The `WideTokens` of all sequences of a step in one piece of memory, one sequence after the other.
+
+    Attributes:
+        tokens: [2 (K, V), tokens, num_kv_heads, head_dim] of the cache's wide dtype.
+        positions: of each sequence's tokens, int64.
+    """
+
+    tokens: Tensor
+    positions: tuple[Tensor, ...]
+
+    @property
+    def by_sequence(self) -> tuple[WideTokens, ...]:
+        """Views of the same memory."""
+        parts = self.tokens.split([len(positions) for positions in self.positions], dim=1)
+        return tuple(WideTokens(*part, positions) for part, positions in zip(parts, self.positions, strict=True))
+
+
+def append_chunk(k: Tensor, v: Tensor, layer: PagedLayers, inputs: AttentionInputs) -> WideBatch:
     """Append a step of any number of tokens per sequence to one layer, in place.
 
     Afterwards `tokens_in_pages` tokens of every sequence are in its pages, which `block_table` must have room for.
@@ -460,37 +479,27 @@ def append_chunk(k: Tensor, v: Tensor, layer: PagedLayers, inputs: AttentionInpu
         inputs: the batch.
 
     Returns:
-        Per sequence, the tokens that its queries may read in 16 bit.
+        The tokens that the queries may read in 16 bit.
     """
-    dtype, fmt, windows = layer.layout.wide_dtype, layer.layout.format, layer.windows[0]
-    wide: list[WideTokens] = []
-    leaving: list[slice] = []
-    for step in inputs.sequences:
-        moves = _window_moves(step.context_len, step.length, fmt, k.device)
-        new_k, new_v = k[step.start : step.end].to(dtype), v[step.start : step.end].to(dtype)
-        window_k, window_v = windows[step.window_slot]
-        wide.append(
-            WideTokens(
-                torch.cat([window_k[:, moves.held_slots].transpose(0, 1), new_k]),
-                torch.cat([window_v[:, moves.held_slots].transpose(0, 1), new_v]),
-                moves.positions,
-            )
-        )
+    fmt, windows = layer.layout.format, layer.windows[0]
+    moves = [_window_moves(step.context_len, step.length, fmt, k.device) for step in inputs.sequences]
+    positions = tuple(move.positions for move in moves)
+    tokens = k.new_empty(2, sum(map(len, positions)), *k.shape[1:], dtype=layer.layout.wide_dtype)
+    leaving = []
+    for step, move, part in zip(inputs.sequences, moves, tokens.split([*map(len, positions)], dim=1), strict=True):
+        window, held = windows[step.window_slot].transpose(1, 2), len(move.held_slots)
+        part[:, :held] = window[:, move.held_slots]
+        part[0, held:], part[1, held:] = k[step.start : step.end], v[step.start : step.end]
+        window[:, move.stay_slots] = part[:, held + move.stay_rows]
         leaving.append(_leaving(step, fmt))
-        window_k[:, moves.stay_slots] = new_k[moves.stay_rows].transpose(0, 1)
-        window_v[:, moves.stay_slots] = new_v[moves.stay_rows].transpose(0, 1)
     counts = [part.stop - part.start for part in leaving]
+    wide = WideBatch(tokens, positions)
     if any(counts):
-        tokens, positions = (
-            torch.cat([tensor[part] for tensor, part in zip(tensors, leaving, strict=True)])
-            for tensors in (
-                [torch.stack([keys, values], dim=1) for keys, values, _ in wide],
-                [positions for _, _, positions in wide],
-            )
-        )
+        by_sequence = list(zip(wide.by_sequence, leaving, strict=True))
+        leavers = torch.stack([torch.cat([getattr(x, side)[part] for x, part in by_sequence]) for side in ("keys", "values")])
         sequence = torch.repeat_interleave(torch.tensor(counts)).to(k.device)
-        encode_tokens(layer, tokens.transpose(0, 1), positions, inputs, sequence)
-    return tuple(wide)
+        encode_tokens(layer, leavers, torch.cat([x.positions[part] for x, part in by_sequence]), inputs, sequence)
+    return wide
 
 
 def _leaving(step: SequenceStep, fmt: KVFormat) -> slice:

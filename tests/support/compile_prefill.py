@@ -1,0 +1,68 @@
+"""Compile the kernels of a prefill for GPUs, in a process where Triton does not interpret them.
+
+Prints, as JSON, [format, head_dim, capability, kernel, registers, spilled bytes] of each. Arguments: a folder to work
+in, then any number of format,head_dim,capability.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from subten.formats import PageLayout, get_format
+from subten.kernels.attention import AttentionInputs, LayerCache
+from subten.kernels.attention.device_cache import PagedLayers
+from subten.kernels.attention.triton_append import WideBatch
+from subten.kernels.attention.triton_prefill import (
+    Blocks,
+    prefill_arguments,
+    prefill_kernel,
+    prepare_arguments,
+    prepare_kernel,
+    query_memory,
+)
+from support.attention import calibrated
+from support.device_code import compile_kernel
+
+HEADS, GROUP = 2, 4
+
+
+def launches(name: str, head_dim: int) -> Iterator[tuple[str, Any, dict[str, Any], int]]:
+    """Name, kernel, arguments and warps of what a prefill of many tokens launches."""
+    layout = PageLayout(get_format(name), head_dim)
+    calibration = calibrated(layout, HEADS)
+    pages = torch.zeros(1, HEADS, layout.record_bytes, dtype=torch.uint8)
+    windows = torch.zeros(1, 2, HEADS, layout.format.window_size, head_dim, dtype=layout.wide_dtype)
+    layer = PagedLayers.of([LayerCache(pages, windows, calibration.coding, calibration.mean_key, layout)])
+    q = torch.zeros(64, HEADS * GROUP, head_dim, dtype=torch.bfloat16)
+    wide = WideBatch(torch.zeros(2, 64, HEADS, head_dim, dtype=layout.wide_dtype), (torch.arange(64),))
+    numbers = torch.zeros(16, dtype=torch.int32)
+    inputs = AttentionInputs(numbers, numbers, numbers[None], numbers, "chunk")
+    prepared = query_memory(q, layer)
+    yield "prepare", prepare_kernel, prepare_arguments(q, prepared, layer), 4
+    for rows in (32, 4096):
+        blocks = Blocks.of(rows, head_dim)
+        arguments = prefill_arguments(
+            prepared, wide, q, layer, inputs, 0.1, blocks, sliding_window=None, sink_logits=None
+        )
+        yield f"prefill {blocks.rows}", prefill_kernel, arguments, blocks.warps
+
+
+def main() -> None:
+    """See above."""
+    folder, results = Path(sys.argv[1]), []
+    for case in sys.argv[2:]:
+        name, head_dim, capability = case.split(",")
+        for kernel_name, kernel, arguments, warps in launches(name, int(head_dim)):
+            code = compile_kernel(kernel, arguments, warps, int(capability), folder, fp_fusion=True)
+            results.append([name, int(head_dim), int(capability), kernel_name, code.registers, code.spilled])
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
