@@ -32,13 +32,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from subten.formats.affine import OFFSET_BITS, OFFSETS_PER_STEP
 from subten.formats.affine import to_f16 as saturated_f16
 from subten.formats.packing import WORD_BITS
 from subten.formats.spec import PAGE_SIZE
 from subten.kernels.attention.device_cache import PagedLayers
 from subten.kernels.attention.inputs import AttentionInputs
 from subten.kernels.attention.triton_append import WideBatch
-from subten.kernels.attention.triton_encode import _load_affine, to_f16
+from subten.kernels.attention.triton_encode import to_f16
 
 _TILE = tl.constexpr(PAGE_SIZE)
 """Tokens of a tile: a page, or as many of the 16-bit tokens."""
@@ -51,6 +52,10 @@ _SLICE = tl.constexpr(32)
 """Channels that are multiplied with a matrix at a time."""
 _E4M3_TO_F16 = tl.constexpr(2.0**8)
 """An e4m3 number's bits, moved to where float16 has exponent and mantissa, are this much too small a number."""
+_OFFSET_MASK, _PER_STEP = tl.constexpr((1 << OFFSET_BITS) - 1), tl.constexpr(OFFSETS_PER_STEP)
+_SCALE_BITS = tl.constexpr(0x7FFF >> (OFFSET_BITS - 1) << (OFFSET_BITS - 1))
+_MIDDLE = tl.constexpr((1024 + (1 << (OFFSET_BITS - 1))) / OFFSETS_PER_STEP + 1.5)
+"""What the middle of the grid of 2 bits is read as, in units of its scale."""
 _NO_LIMIT = tl.constexpr(2**31 - 1)
 
 
@@ -199,7 +204,7 @@ def prepare_kernel(
     largest = tl.max(tl.abs(plain), 1, keep_dims=True)
 
     if CODE.kind != "wide":
-        channel, inside = _channel(column, CODE, HEAD_DIM, PADDED)
+        channel, inside = _channel(column, CODE, 2, HEAD_DIM, PADDED)
         if matrix is None:
             coded = _without(
                 tl.load(q + channel, mask=live & inside, other=0.0).to(tl.float32), channel, kept_channels, NUM_KEPT
@@ -264,14 +269,19 @@ def _power_of_two(x):
 
 
 @triton.jit
-def _channel(column, CODE: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
-    """The channel in each column of a tile that was unpacked plane by plane, and whether there is one.
+def _channel(
+    column, CODE: tl.constexpr, TOGETHER: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr
+):
+    """The channel in each column of an unpacked tile, and whether there is one.
 
-    A plane's words are filled up to a power of two, so columns are channels only where head_dim is one.
+    The codes of TOGETHER neighbouring words stay neighbours; behind the first of each of them come their second
+    ones, and so on. Words are filled up to a power of two.
     """
-    COLUMNS: tl.constexpr = PADDED * CODE.bits // _WORD_BITS
-    WORDS: tl.constexpr = HEAD_DIM * CODE.bits // _WORD_BITS
-    return column // COLUMNS * WORDS + column % COLUMNS, column % COLUMNS < WORDS
+    PLANES: tl.constexpr = _WORD_BITS // CODE.bits
+    WORDS: tl.constexpr = HEAD_DIM // PLANES
+    plane = column // TOGETHER % PLANES
+    word = column // (TOGETHER * PLANES) * TOGETHER + column % TOGETHER
+    return plane * WORDS + word, word < WORDS
 
 
 # --- attention -------------------------------------------------------------------------------------------------
@@ -363,7 +373,6 @@ def prefill_kernel(
 ):
     """ROWS rows of one sequence and KV head. Grid: (blocks of rows, num_kv_heads, batch); the last rows, which see
     the most, come first. The arguments are those of `prefill_arguments`."""
-    TURNED: tl.constexpr = (matrix is not None) or (VALUE.kind != "wide" and PADDED != HEAD_DIM)
     head, sequence = tl.program_id(1), tl.program_id(2)
     start = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - start
@@ -444,7 +453,7 @@ def prefill_kernel(
                     scores = tl.where((at < coded_end[:, None]) & (at >= seen[:, None]), scores, float("-inf"))
                 values = _values(record, words, token, coded_high - SINKS, VALUE, PLACES, HEAD_DIM, PADDED)
                 highest, total, output = _add(scores, values, row_scale, highest, total, output)
-        if TURNED:
+        if VALUE.kind != "wide":
             output = _turned(
                 output, place + part, live, matrix, head * (HEAD_DIM * PADDED), VALUE, HEAD_DIM, PADDED
             )
@@ -532,7 +541,7 @@ def _turned(
     turned = tl.zeros_like(output)
     for first in range(0, PADDED, _SLICE):
         source = first + tl.arange(0, _SLICE)
-        channel, inside = _channel(source[:, None], CODE, HEAD_DIM, PADDED)
+        channel, inside = _channel(source[:, None], CODE, 1, HEAD_DIM, PADDED)
         if matrix is None:
             slab = ((channel == column) & inside).to(tl.float16)
         else:
@@ -558,8 +567,7 @@ def _keys(record, words, token, CODE: tl.constexpr, PLACES: tl.constexpr, HEAD_D
         WORDS: tl.constexpr = HEAD_DIM // PLANES // 2
         slot, pair = tl.arange(0, _TILE)[:, None], tl.arange(0, PAIRS)[None, :]
         stored = tl.load(words + PLACES.key_codes // 2 + slot * WORDS + pair, mask=pair < WORDS, other=0)
-        plane = tl.arange(0, PLANES)[None, :, None] * CODE.bits
-        codes = _numbers(tl.reshape(stored[:, None, :] >> plane, [_TILE, PADDED // 2]), CODE)
+        codes = _numbers(tl.reshape(_planes(stored, CODE.bits), [_TILE, PADDED // 2]), CODE)
         scale, offset = _grids(record + PLACES.key_grids + in_page * CODE.parts, True, CODE)
         keys = _dequantised(codes, scale[:, None], offset[:, None], CODE)
     return keys
@@ -586,8 +594,8 @@ def _values(
         WORDS: tl.constexpr = HEAD_DIM // PLANES
         word, pair = tl.arange(0, COLUMNS)[:, None], tl.arange(0, _TILE // 2)[None, :]
         stored = tl.load(words + PLACES.value_codes // 2 + word * (_TILE // 2) + pair, mask=word < WORDS, other=0)
-        plane = tl.arange(0, PLANES)[:, None, None] * CODE.bits
-        codes = _numbers(tl.reshape(stored[None, :, :] >> plane, [PADDED, _TILE // 2]), CODE)
+        planes = tl.permute(_planes(stored, CODE.bits), [0, 2, 1])
+        codes = _numbers(tl.reshape(planes, [PADDED, _TILE // 2]), CODE)
         scale, offset = _grids(record + PLACES.value_grids + in_page * CODE.parts, written, CODE)
         values = tl.trans(_dequantised(codes, scale[None, :], offset[None, :], CODE))
     return values
@@ -599,6 +607,17 @@ def _wide(plane, in_page, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
     column = tl.arange(0, PADDED)[None, :]
     stored = tl.load(plane + in_page[:, None] * HEAD_DIM + column, mask=live & (column < HEAD_DIM), other=0)
     return to_f16(stored.to(tl.bfloat16, bitcast=True).to(tl.float32))
+
+
+@triton.jit
+def _planes(pairs, BITS: tl.constexpr):
+    """Int32 [a, b] shifted down to each of its planes, [a, b, 16 / BITS]. What a thread joins stays in its hands."""
+    planes = tl.join(pairs, pairs >> 8)
+    if BITS <= 4:
+        planes = tl.join(planes, planes >> 4)
+    if BITS == 2:
+        planes = tl.join(planes, planes >> 2)
+    return tl.reshape(planes, [pairs.shape[0], pairs.shape[1], _WORD_BITS // BITS])
 
 
 @triton.jit
@@ -621,11 +640,15 @@ def _grids(place, live, CODE: tl.constexpr):
     if CODE.parts == 2:
         second = tl.load(place + 1, mask=live, other=0)
     if CODE.kind == "e4m3":
-        scale = to_f16(first.to(tl.float16, bitcast=True).to(tl.float32) * _E4M3_TO_F16)
+        scale = first.to(tl.float16, bitcast=True) * _E4M3_TO_F16
         offset = scale
+    elif CODE.parts == 2:
+        scale, offset = first.to(tl.float16, bitcast=True), second.to(tl.float16, bitcast=True)
     else:
-        scale, offset = _load_affine(first, second, (1 << CODE.bits) - 1, CODE.parts == 1)
-        scale, offset = to_f16(scale), to_f16(offset)
+        # As `load_affine` of subten/formats/affine.py; all but the last product is exact.
+        scale = ((first >> 1) & _SCALE_BITS).to(tl.float16, bitcast=True)
+        offset = ((first & _OFFSET_MASK) | 0x6400).to(tl.float16, bitcast=True)
+        offset = (offset * (1 / _PER_STEP) - _MIDDLE) * scale
     return scale, offset
 
 
