@@ -426,33 +426,25 @@ def prefill_kernel(
             q_cos = tl.load(place + 2 * part + turn, mask=live[:, None], other=0.0)
             q_sin = tl.load(place + 2 * part + PADDED // 2 + turn, mask=live[:, None], other=0.0)
         table = block_table + sequence.to(tl.int64) * table_row
-        whole = tl.cdiv(tl.maximum(seen_high - SINKS, 0), _TILE)
-        skipped = tl.maximum((coded_low - SINKS) // _TILE - whole, 0)
-        for masked in tl.static_range(2):
-            for i in tl.range(0, end - first - skipped if masked else skipped):
-                page = whole + i
-                if masked:
-                    page = first + i
-                    page += tl.where(page >= whole, skipped, 0)
-                token = tl.arange(0, _TILE)
-                if KEY.kind != "wide":
-                    token = token % 8 * 8 + token // 8
-                token += page * _TILE
-                number = tl.load(table + page).to(tl.int64)
-                record = pages + number * pages_page + head * pages_head
-                words = pairs + number * (pages_page // 2) + head * (pages_head // 2)
-                keys = _keys(record, words, token, KEY, PLACES, HEAD_DIM, PADDED)
-                scores = tl.dot(q, tl.trans(keys))
-                if kept is not None:
-                    scores = tl.dot(q_kept, tl.trans(_kept(record, token, PLACES)), scores)
-                if cos is not None:
-                    scores = tl.dot(q_cos, tl.trans(_turns(cos, token, SINKS, coded_high, HEAD_DIM, PADDED)), scores)
-                    scores = tl.dot(q_sin, tl.trans(_turns(sin, token, SINKS, coded_high, HEAD_DIM, PADDED)), scores)
-                if masked:
-                    at = SINKS + token[None, :]
-                    scores = tl.where((at < coded_end[:, None]) & (at >= seen[:, None]), scores, float("-inf"))
-                values = _values(record, words, token, coded_high - SINKS, VALUE, PLACES, HEAD_DIM, PADDED)
-                highest, total, output = _add(scores, values, row_scale, highest, total, output)
+        for page in tl.range(first, end):
+            token = tl.arange(0, _TILE)
+            if KEY.kind != "wide":
+                token = token % 8 * 8 + token // 8
+            number = tl.load(table + page).to(tl.int64)
+            record = pages + number * pages_page + head * pages_head
+            words = pairs + number * (pages_page // 2) + head * (pages_head // 2)
+            at = SINKS + page * _TILE
+            keys = _keys(record, words, token, KEY, PLACES, HEAD_DIM, PADDED)
+            scores = tl.dot(q, tl.trans(keys))
+            if kept is not None:
+                scores = tl.dot(q_kept, tl.trans(_kept(record, token, PLACES)), scores)
+            if cos is not None:
+                scores = tl.dot(q_cos, tl.trans(_turns(cos, at + token, coded_high, HEAD_DIM, PADDED)), scores)
+                scores = tl.dot(q_sin, tl.trans(_turns(sin, at + token, coded_high, HEAD_DIM, PADDED)), scores)
+            if (at + _TILE > coded_low) | (at < seen_high):
+                scores = _coded_seen(scores, (at + token)[None, :], seen[:, None], coded_end[:, None])
+            values = _values(record, words, token, coded_high - at, VALUE, PLACES, HEAD_DIM, PADDED)
+            highest, total, output = _add(scores, values, row_scale, highest, total, output)
         if VALUE.kind != "wide":
             output = _turned(
                 output, place + part, live, matrix, head * (HEAD_DIM * PADDED), VALUE, HEAD_DIM, PADDED
@@ -466,34 +458,21 @@ def prefill_kernel(
     sink_tiles = tl.cdiv(sinks, _TILE)
     begin = tl.maximum(coded_low, seen_low)
     tiles = tl.cdiv(tl.maximum(high + 1 - begin, 0), _TILE)
-    whole = tl.cdiv(tl.maximum(coded_high, seen_high) - begin, _TILE)
-    skipped = tl.maximum(tl.maximum(low + 1 - begin, 0) // _TILE - whole, 0)
     wide += head * HEAD_DIM + _wide_start(context_len, sequence, start, SINKS, RECENT) * (tl.num_programs(1) * HEAD_DIM)
     left_out = _coded_end(context - 1, _NO_LIMIT, SINKS, RECENT) - SINKS
-    for masked in tl.static_range(2):
-        for i in tl.range(0, sink_tiles + tiles - skipped if masked else skipped):
-            at = begin + (whole + i) * _TILE
-            stop = high + 1
-            if masked:
-                tile = i - sink_tiles
-                tile += tl.where(tile >= whole, skipped, 0)
-                at = tl.where(i < sink_tiles, i * _TILE, begin + tile * _TILE)
-                stop = tl.where(i < sink_tiles, sinks, stop)
-            behind = tl.where(at >= SINKS, left_out, 0)
-            token = at + tl.arange(0, _TILE)
-            source = wide + (token - behind)[:, None].to(tl.int64) * (tl.num_programs(1) * HEAD_DIM) + column
-            inside = (token < stop)[:, None] & (column < HEAD_DIM)
-            if not masked:
-                inside = column < HEAD_DIM
-            keys = tl.load(source, mask=inside, other=0.0)
-            scores = tl.dot(q, tl.trans(keys))
-            if masked:
-                token = token[None, :]
-                visible = (token <= position[:, None]) & (token >= seen[:, None]) & (token < stop)
-                visible = visible & ((token < SINKS) | (token >= coded_end[:, None]))
-                scores = tl.where(visible, scores, float("-inf"))
-            values = tl.load(source + wide_side, mask=inside, other=0.0)
-            highest, total, output = _add(scores, values, row_scale, highest, total, output)
+    for i in tl.range(0, sink_tiles + tiles):
+        at = tl.where(i < sink_tiles, i * _TILE, begin + (i - sink_tiles) * _TILE)
+        stop = tl.where(i < sink_tiles, sinks, high + 1)
+        token = at + tl.arange(0, _TILE)
+        source = (token - tl.where(i < sink_tiles, 0, left_out))[:, None].to(tl.int64) * (tl.num_programs(1) * HEAD_DIM)
+        inside = (token < stop)[:, None] & (column < HEAD_DIM)
+        keys = tl.load(wide + source + column, mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(keys))
+        if (at + _TILE > tl.minimum(low + 1, stop)) | (at < tl.maximum(coded_high, seen_high)):
+            token = tl.where(token < stop, token, _NO_LIMIT)
+            scores = _wide_seen(scores, token[None, :], position[:, None], seen[:, None], coded_end[:, None], SINKS)
+        values = tl.load(wide + wide_side + source + column, mask=inside, other=0.0)
+        highest, total, output = _add(scores, values, row_scale, highest, total, output)
 
     index = (start * GROUP + row).to(tl.int64)
     place = index // GROUP * (tl.num_programs(1) * GROUP) + head * GROUP + index % GROUP
@@ -505,6 +484,19 @@ def prefill_kernel(
 def _coded_end(position, limit, SINKS: tl.constexpr, RECENT: tl.constexpr):
     """`coded_until` of inputs.py; `limit` is that of the `chunk` rule."""
     return tl.minimum(SINKS + tl.maximum(position + 1 - SINKS - RECENT, 0), limit)
+
+
+@triton.jit
+def _coded_seen(scores, token, seen, coded_end):
+    """Scores of coded tokens [1, n]; those that a row [m, 1] doesn't read through the codes become -inf."""
+    return tl.where((token >= seen) & (token < coded_end), scores, float("-inf"))
+
+
+@triton.jit
+def _wide_seen(scores, token, position, seen, coded_end, SINKS: tl.constexpr):
+    """The same of 16-bit tokens."""
+    visible = (token <= position) & (token >= seen) & ((token < SINKS) | (token >= coded_end))
+    return tl.where(visible, scores, float("-inf"))
 
 
 @triton.jit
@@ -557,10 +549,9 @@ def _turned(
 
 @triton.jit
 def _keys(record, words, token, CODE: tl.constexpr, PLACES: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
-    """A page's keys, float16 [tokens, PADDED], tokens in the order of slots."""
-    in_page = token % _TILE
+    """A page's keys, float16 [tokens, PADDED]; `token` says which, coded ones in the order of their slots."""
     if CODE.kind == "wide":
-        keys = _wide(record + PLACES.key_codes, in_page, True, HEAD_DIM, PADDED)
+        keys = _wide(record + PLACES.key_codes, token, True, HEAD_DIM, PADDED)
     else:
         PLANES: tl.constexpr = _WORD_BITS // CODE.bits
         PAIRS: tl.constexpr = PADDED // PLANES // 2
@@ -568,7 +559,7 @@ def _keys(record, words, token, CODE: tl.constexpr, PLACES: tl.constexpr, HEAD_D
         slot, pair = tl.arange(0, _TILE)[:, None], tl.arange(0, PAIRS)[None, :]
         stored = tl.load(words + PLACES.key_codes // 2 + slot * WORDS + pair, mask=pair < WORDS, other=0)
         codes = _numbers(tl.reshape(_planes(stored, CODE.bits), [_TILE, PADDED // 2]), CODE)
-        scale, offset = _grids(record + PLACES.key_grids + in_page * CODE.parts, True, CODE)
+        scale, offset = _grids(record + PLACES.key_grids + token * CODE.parts, True, CODE)
         keys = _dequantised(codes, scale[:, None], offset[:, None], CODE)
     return keys
 
@@ -584,10 +575,10 @@ def _values(
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """A page's values, float16 [tokens, PADDED], tokens in the order of slots; those from `end` on finite."""
-    in_page, written = token % _TILE, token < end
+    """A page's values, as `_keys`; those of tokens from `end` on, which may hold anything, finite."""
+    written = token < end
     if CODE.kind == "wide":
-        values = _wide(record + PLACES.value_codes, in_page, written[:, None], HEAD_DIM, PADDED)
+        values = _wide(record + PLACES.value_codes, token, written[:, None], HEAD_DIM, PADDED)
     else:
         PLANES: tl.constexpr = _WORD_BITS // CODE.bits
         COLUMNS: tl.constexpr = PADDED // PLANES
@@ -596,16 +587,16 @@ def _values(
         stored = tl.load(words + PLACES.value_codes // 2 + word * (_TILE // 2) + pair, mask=word < WORDS, other=0)
         planes = tl.permute(_planes(stored, CODE.bits), [0, 2, 1])
         codes = _numbers(tl.reshape(planes, [PADDED, _TILE // 2]), CODE)
-        scale, offset = _grids(record + PLACES.value_grids + in_page * CODE.parts, written, CODE)
+        scale, offset = _grids(record + PLACES.value_grids + token * CODE.parts, written, CODE)
         values = tl.trans(_dequantised(codes, scale[None, :], offset[None, :], CODE))
     return values
 
 
 @triton.jit
-def _wide(plane, in_page, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
+def _wide(plane, token, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
     """An uncoded plane, float16 [tokens, PADDED]."""
     column = tl.arange(0, PADDED)[None, :]
-    stored = tl.load(plane + in_page[:, None] * HEAD_DIM + column, mask=live & (column < HEAD_DIM), other=0)
+    stored = tl.load(plane + token[:, None] * HEAD_DIM + column, mask=live & (column < HEAD_DIM), other=0)
     return to_f16(stored.to(tl.bfloat16, bitcast=True).to(tl.float32))
 
 
@@ -665,13 +656,13 @@ def _dequantised(codes, scale, offset, CODE: tl.constexpr):
 def _kept(record, token, PLACES: tl.constexpr):
     """A page's kept channels, float16 [tokens, _KEPT]."""
     number = tl.arange(0, _KEPT)[None, :]
-    place = record + PLACES.kept_pair + (token % _TILE)[:, None] * PLACES.num_kept + number
+    place = record + PLACES.kept_pair + token[:, None] * PLACES.num_kept + number
     return tl.load(place, mask=number < PLACES.num_kept, other=0).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def _turns(table, token, SINKS: tl.constexpr, end, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
-    """The cosines, or sines, of coded tokens, float16 [tokens, PADDED / 2]."""
-    turn, at = tl.arange(0, PADDED // 2)[None, :], SINKS + token[:, None]
-    mask = (at < end) & (turn < HEAD_DIM // 2)
-    return tl.load(table + at * (HEAD_DIM // 2) + turn, mask=mask, other=0.0).to(tl.float16)
+def _turns(table, position, end, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
+    """The cosines, or sines, at each position before `end`, float16 [tokens, PADDED / 2]."""
+    turn, position = tl.arange(0, PADDED // 2)[None, :], position[:, None]
+    mask = (position < end) & (turn < HEAD_DIM // 2)
+    return tl.load(table + position * (HEAD_DIM // 2) + turn, mask=mask, other=0.0).to(tl.float16)
