@@ -24,6 +24,7 @@ from subten.kernels.attention.triton_prefill import (
     prefill_kernel,
     prepare_arguments,
     prepare_kernel,
+    prepare_warps,
     query_memory,
 )
 from support.attention import calibrated
@@ -32,8 +33,8 @@ from support.device_code import compile_kernel
 HEADS, GROUP = 2, 4
 
 
-def launches(name: str, head_dim: int) -> Iterator[tuple[str, Any, dict[str, Any], int]]:
-    """Name, kernel, arguments and warps of what a prefill of many tokens launches."""
+def launches(name: str, head_dim: int) -> Iterator[tuple[str, Any, dict[str, Any], int, int]]:
+    """Name, kernel, arguments, warps and stages of what a prefill of many tokens launches."""
     layout = PageLayout(get_format(name), head_dim)
     calibration = calibrated(layout, HEADS)
     pages = torch.zeros(1, HEADS, layout.record_bytes, dtype=torch.uint8)
@@ -44,13 +45,13 @@ def launches(name: str, head_dim: int) -> Iterator[tuple[str, Any, dict[str, Any
     numbers = torch.zeros(16, dtype=torch.int32)
     inputs = AttentionInputs(numbers, numbers, numbers[None], numbers, "chunk")
     prepared = query_memory(q, layer)
-    yield "prepare", prepare_kernel, prepare_arguments(q, prepared, layer), 4
+    yield "prepare", prepare_kernel, prepare_arguments(q, prepared, layer), prepare_warps(head_dim), 1
     for rows in (32, 4096):
         blocks = Blocks.of(rows, head_dim)
         arguments = prefill_arguments(
             prepared, wide, q, layer, inputs, 0.1, blocks, sliding_window=None, sink_logits=None
         )
-        yield f"prefill {blocks.rows}", prefill_kernel, arguments, blocks.warps
+        yield f"prefill {blocks.rows}", prefill_kernel, arguments, blocks.warps, blocks.stages
 
 
 def main() -> None:
@@ -58,8 +59,8 @@ def main() -> None:
     folder, results = Path(sys.argv[1]), []
     for case in sys.argv[2:]:
         name, head_dim, capability = case.split(",")
-        for kernel_name, kernel, arguments, warps in launches(name, int(head_dim)):
-            code = compile_kernel(kernel, arguments, warps, int(capability), folder, fp_fusion=True)
+        for kernel_name, kernel, arguments, warps, stages in launches(name, int(head_dim)):
+            code = compile_kernel(kernel, arguments, warps, int(capability), folder, fp_fusion=True, stages=stages)
             results.append([name, int(head_dim), int(capability), kernel_name, code.registers, code.spilled])
     print(json.dumps(results))
 

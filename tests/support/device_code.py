@@ -36,7 +36,14 @@ class DeviceCode:
 
 
 def compile_kernel(
-    kernel: Any, arguments: dict[str, Any], warps: int, capability: int, folder: Path, *, fp_fusion: bool
+    kernel: Any,
+    arguments: dict[str, Any],
+    warps: int,
+    capability: int,
+    folder: Path,
+    *,
+    fp_fusion: bool,
+    stages: int = 3,
 ) -> DeviceCode:
     """Compile for a GPU of this compute capability as a launch with these arguments would."""
     signature, constants, attributes = {}, {}, {}
@@ -53,7 +60,7 @@ def compile_kernel(
             if value % 16 == 0:
                 attributes[(index,)] = _DIVISIBLE
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, "enable_fp_fusion": fp_fusion}
+    options = {"num_warps": warps, "enable_fp_fusion": fp_fusion, "num_stages": stages}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]
     file = folder / "kernel.cubin"
     file.write_bytes(binary)

@@ -496,7 +496,9 @@ def append_chunk(k: Tensor, v: Tensor, layer: PagedLayers, inputs: AttentionInpu
     wide = WideBatch(tokens, positions)
     if any(counts):
         by_sequence = list(zip(wide.by_sequence, leaving, strict=True))
-        leavers = torch.stack([torch.cat([getattr(x, side)[part] for x, part in by_sequence]) for side in ("keys", "values")])
+        leavers = torch.stack(
+            [torch.cat([getattr(x, side)[part] for x, part in by_sequence]) for side in ("keys", "values")]
+        )
         sequence = torch.repeat_interleave(torch.tensor(counts)).to(k.device)
         encode_tokens(layer, leavers, torch.cat([x.positions[part] for x, part in by_sequence]), inputs, sequence)
     return wide

@@ -61,19 +61,20 @@ _NO_LIMIT = tl.constexpr(2**31 - 1)
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows of one program of `prefill_kernel`, and its warps."""
+    """Rows of one program of `prefill_kernel`, its warps, and the tiles it has on their way."""
 
     rows: int
     warps: int
+    stages: int
 
     @classmethod
     def of(cls, rows: int, head_dim: int) -> Blocks:
         """For a sequence with so many rows (queries times heads of a group).
 
-        A warpgroup works on 64 rows. Two of them share a tile, which halves the work of dequantising; at head_dim
-        256 their sums would leave no registers for it.
+        Two warpgroups share a tile, which halves the work of dequantising for each. At head_dim 256 neither the
+        registers have room for 128 rows nor, on all GPUs, the shared memory for a second tile.
         """
-        return cls(128, 8) if rows > 64 and head_dim <= 128 else cls(64, 4)
+        return cls(128 if rows > 64 and head_dim <= 128 else 64, 8, 2 if head_dim <= 128 else 1)
 
 
 def attend_prefill(
@@ -109,12 +110,13 @@ def attend_prefill(
     blocks = Blocks.of(longest, q.shape[2])
     prepared = query_memory(q, layer)
     arguments = prepare_arguments(q, prepared, layer)
-    prepare_kernel[(triton.cdiv(arguments["rows"], arguments["ROWS"]), layer.pages.shape[2])](**arguments)
+    grid = triton.cdiv(arguments["rows"], arguments["ROWS"]), layer.pages.shape[2]
+    prepare_kernel[grid](**arguments, num_warps=prepare_warps(q.shape[2]))
     arguments = prefill_arguments(
         prepared, wide, out, layer, inputs, scale, blocks, sliding_window=sliding_window, sink_logits=sink_logits
     )
     grid = triton.cdiv(longest, blocks.rows), layer.pages.shape[2], len(inputs.sequences)
-    prefill_kernel[grid](**arguments, num_warps=blocks.warps)
+    prefill_kernel[grid](**arguments, num_warps=blocks.warps, num_stages=blocks.stages)
     return out
 
 
@@ -169,8 +171,13 @@ def prepare_arguments(q: Tensor, prepared: PreparedQueries, layer: PagedLayers) 
         "CODE": tables.key,
         "HEAD_DIM": q.shape[2],
         "PADDED": padded,
-        "ROWS": min(64, 8192 // padded),
+        "ROWS": 32,
     }
+
+
+def prepare_warps(head_dim: int) -> int:
+    """Of a program of `prepare_kernel`, whose rows' sums are all in registers."""
+    return 4 if head_dim <= 128 else 8
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -204,7 +211,7 @@ def prepare_kernel(
     largest = tl.max(tl.abs(plain), 1, keep_dims=True)
 
     if CODE.kind != "wide":
-        channel, inside = _channel(column, CODE, 2, HEAD_DIM, PADDED)
+        channel, inside = _channel(column, CODE, 2, HEAD_DIM)
         if matrix is None:
             coded = _without(
                 tl.load(q + channel, mask=live & inside, other=0.0).to(tl.float32), channel, kept_channels, NUM_KEPT
@@ -269,9 +276,7 @@ def _power_of_two(x):
 
 
 @triton.jit
-def _channel(
-    column, CODE: tl.constexpr, TOGETHER: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr
-):
+def _channel(column, CODE: tl.constexpr, TOGETHER: tl.constexpr, HEAD_DIM: tl.constexpr):
     """The channel in each column of an unpacked tile, and whether there is one.
 
     The codes of TOGETHER neighbouring words stay neighbours; behind the first of each of them come their second
@@ -420,7 +425,9 @@ def prefill_kernel(
         else:
             q = tl.load(place + part + column, mask=live[:, None], other=0.0)
         if kept is not None:
-            q_kept = tl.load(kept + index[:, None] * _KEPT + tl.arange(0, _KEPT)[None, :], mask=live[:, None], other=0.0)
+            q_kept = tl.load(
+                kept + index[:, None] * _KEPT + tl.arange(0, _KEPT)[None, :], mask=live[:, None], other=0.0
+            )
         if cos is not None:
             turn = tl.arange(0, PADDED // 2)[None, :]
             q_cos = tl.load(place + 2 * part + turn, mask=live[:, None], other=0.0)
@@ -446,9 +453,7 @@ def prefill_kernel(
             values = _values(record, words, token, coded_high - at, VALUE, PLACES, HEAD_DIM, PADDED)
             highest, total, output = _add(scores, values, row_scale, highest, total, output)
         if VALUE.kind != "wide":
-            output = _turned(
-                output, place + part, live, matrix, head * (HEAD_DIM * PADDED), VALUE, HEAD_DIM, PADDED
-            )
+            output = _turned(output, place + part, live, matrix, head * (HEAD_DIM * PADDED), VALUE, HEAD_DIM, PADDED)
 
     # 16-bit tokens: the sinks, then all from the first position on that some row does not read through the codes.
     column = tl.arange(0, PADDED)[None, :]
@@ -458,13 +463,17 @@ def prefill_kernel(
     sink_tiles = tl.cdiv(sinks, _TILE)
     begin = tl.maximum(coded_low, seen_low)
     tiles = tl.cdiv(tl.maximum(high + 1 - begin, 0), _TILE)
-    wide += head * HEAD_DIM + _wide_start(context_len, sequence, start, SINKS, RECENT) * (tl.num_programs(1) * HEAD_DIM)
+    wide += head * HEAD_DIM + _wide_start(context_len, sequence, start, SINKS, RECENT) * (
+        tl.num_programs(1) * HEAD_DIM
+    )
     left_out = _coded_end(context - 1, _NO_LIMIT, SINKS, RECENT) - SINKS
     for i in tl.range(0, sink_tiles + tiles):
         at = tl.where(i < sink_tiles, i * _TILE, begin + (i - sink_tiles) * _TILE)
         stop = tl.where(i < sink_tiles, sinks, high + 1)
         token = at + tl.arange(0, _TILE)
-        source = (token - tl.where(i < sink_tiles, 0, left_out))[:, None].to(tl.int64) * (tl.num_programs(1) * HEAD_DIM)
+        source = (token - tl.where(i < sink_tiles, 0, left_out))[:, None].to(tl.int64) * (
+            tl.num_programs(1) * HEAD_DIM
+        )
         inside = (token < stop)[:, None] & (column < HEAD_DIM)
         keys = tl.load(wide + source + column, mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(keys))
@@ -533,7 +542,7 @@ def _turned(
     turned = tl.zeros_like(output)
     for first in range(0, PADDED, _SLICE):
         source = first + tl.arange(0, _SLICE)
-        channel, inside = _channel(source[:, None], CODE, 1, HEAD_DIM, PADDED)
+        channel, inside = _channel(source[:, None], CODE, 1, HEAD_DIM)
         if matrix is None:
             slab = ((channel == column) & inside).to(tl.float16)
         else:
@@ -548,7 +557,9 @@ def _turned(
 
 
 @triton.jit
-def _keys(record, words, token, CODE: tl.constexpr, PLACES: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
+def _keys(
+    record, words, token, CODE: tl.constexpr, PLACES: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr
+):
     """A page's keys, float16 [tokens, PADDED]; `token` says which, coded ones in the order of their slots."""
     if CODE.kind == "wide":
         keys = _wide(record + PLACES.key_codes, token, True, HEAD_DIM, PADDED)
