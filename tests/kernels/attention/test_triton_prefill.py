@@ -20,6 +20,7 @@ from support.attention import History, Paged, calibrated, history, reads_codes, 
 from support.device_code import quicken_interpreter
 from support.kv import gaussian
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where the interpreter computes NaN
 RULES: tuple[PrefillRule, ...] = ("window", "chunk")
 TOLERANCE = 2e-3
 
@@ -28,8 +29,12 @@ TOLERANCE = 2e-3
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernels get to write to holds NaN."""
     quicken_interpreter(monkeypatch)
-    monkeypatch.setattr(torch, "empty_like", lambda x, **_: torch.full(x.shape, torch.nan, dtype=x.dtype))
+    monkeypatch.setattr(torch, "empty_like", poisoned_like)
     monkeypatch.setattr(triton_prefill, "query_memory", poisoned_queries)
+
+
+def poisoned_like(x: Tensor, **_: object) -> Tensor:
+    return torch.full(x.shape, torch.nan if x.is_floating_point() else 255, dtype=x.dtype)
 
 
 def poisoned_queries(q: Tensor, layer: PagedLayers) -> PreparedQueries:

@@ -463,7 +463,9 @@ class WideBatch:
     def by_sequence(self) -> tuple[WideTokens, ...]:
         """Views of the same memory."""
         parts = self.tokens.split([len(positions) for positions in self.positions], dim=1)
-        return tuple(WideTokens(*part, positions) for part, positions in zip(parts, self.positions, strict=True))
+        return tuple(
+            WideTokens(part[0], part[1], positions) for part, positions in zip(parts, self.positions, strict=True)
+        )
 
 
 def append_chunk(k: Tensor, v: Tensor, layer: PagedLayers, inputs: AttentionInputs) -> WideBatch:

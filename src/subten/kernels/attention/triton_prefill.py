@@ -110,8 +110,9 @@ def attend_prefill(
     blocks = Blocks.of(longest, q.shape[2])
     prepared = query_memory(q, layer)
     arguments = prepare_arguments(q, prepared, layer)
-    grid = triton.cdiv(arguments["rows"], arguments["ROWS"]), layer.pages.shape[2]
-    prepare_kernel[grid](**arguments, num_warps=prepare_warps(q.shape[2]))
+    prepare_kernel[(triton.cdiv(arguments["rows"], arguments["ROWS"]), layer.pages.shape[2])](
+        **arguments, num_warps=prepare_warps(q.shape[2])
+    )
     arguments = prefill_arguments(
         prepared, wide, out, layer, inputs, scale, blocks, sliding_window=sliding_window, sink_logits=sink_logits
     )
@@ -406,7 +407,7 @@ def prefill_kernel(
     index = head.to(tl.int64) * rows + start * GROUP + row
     part = tl.num_programs(1).to(tl.int64) * rows * PADDED
     place = queries + index[:, None] * PADDED
-    row_scale = tl.load(factor + index, mask=live, other=0.0) * scale
+    row_scale = tl.load(factor + index, mask=live, other=1.0) * scale
     highest = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sink_logits is not None:
