@@ -4,9 +4,9 @@ Two launches. `prepare_kernel` brings every query to float16, as it is, in the c
 with the mean key; `prefill_kernel` is a flash attention (Dao, arXiv:2307.08691) over tiles of 64 tokens. Its rows are
 the queries of one KV head, the heads of a group side by side, so that a tile is read and dequantised once for all.
 
-Dequantising. A decode step has few rows for each token, so it would apply scale and offset to the scores. Here a tile
-serves 64 or 128 rows, more than half of what it has channels, and it is cheaper to apply them to the tile, in pairs
-of float16: a shift and an AND-OR isolate the codes of two neighbours as 1024 + code, one subtraction and one fused
+Dequantising. With the few rows of a decode step it is cheaper to apply scale and offset to scores than to keys. Here
+a tile has about as many rows as channels, and the tile's own arithmetic is cheaper: it is in pairs of float16, the
+scores' is in float32. A shift and an AND-OR isolate the codes of two neighbours as 1024 + code, one subtraction and one fused
 multiply-add make them a key. Planes of words are unpacked by broadcasting, without a move between threads: the
 channels of a tile come in the order of `_channel`, and so do those of the coded queries.
 
@@ -56,6 +56,7 @@ _OFFSET_MASK, _PER_STEP = tl.constexpr((1 << OFFSET_BITS) - 1), tl.constexpr(OFF
 _SCALE_BITS = tl.constexpr(0x7FFF >> (OFFSET_BITS - 1) << (OFFSET_BITS - 1))
 _MIDDLE = tl.constexpr((1024 + (1 << (OFFSET_BITS - 1))) / OFFSETS_PER_STEP + 1.5)
 """What the middle of the grid of 2 bits is read as, in units of its scale."""
+_LOG2_E = tl.constexpr(math.log2(math.e))
 _NO_LIMIT = tl.constexpr(2**31 - 1)
 
 
@@ -343,7 +344,7 @@ def prefill_arguments(
     }
 
 
-@triton.jit(do_not_specialize=["sliding_window", "rows", "wide_side", "table_row"])
+@triton.jit(do_not_specialize=["rows", "table_row"])
 def prefill_kernel(
     queries,
     kept,
@@ -411,7 +412,7 @@ def prefill_kernel(
     highest = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if sink_logits is not None:
-        highest = tl.load(sink_logits + head * GROUP + row % GROUP).to(tl.float32) * 1.4426950408889634
+        highest = tl.load(sink_logits + head * GROUP + row % GROUP).to(tl.float32) * _LOG2_E
         total += 1.0
     output = tl.zeros([ROWS, PADDED], tl.float32)
 
