@@ -6,9 +6,9 @@ the queries of one KV head, the heads of a group side by side, so that a tile is
 
 Dequantising. With the few rows of a decode step it is cheaper to apply scale and offset to scores than to keys. Here
 a tile has about as many rows as channels, and the tile's own arithmetic is cheaper: it is in pairs of float16, the
-scores' is in float32. A shift and an AND-OR isolate the codes of two neighbours as 1024 + code, one subtraction and one fused
-multiply-add make them a key. Planes of words are unpacked by broadcasting, without a move between threads: the
-channels of a tile come in the order of `_channel`, and so do those of the coded queries.
+scores' is in float32. A shift and an AND-OR isolate the codes of two neighbours as 1024 + code, one subtraction and
+one fused multiply-add make them a key. The planes of words are joined innermost, where a thread keeps all it has: so
+the channels of a tile come in the order of `_channel`, and the coded queries are written in it.
 
 The mean key. With u, w the halves of a query and a, b those of the mean key before RoPE, the score of the mean key as
 it lies at position t is cos(t) . (u a + w b) + sin(t) . (w a - u b): the brackets are made once per query, and the
