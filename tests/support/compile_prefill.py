@@ -34,7 +34,7 @@ HEADS, GROUP = 2, 4
 
 
 def launches(name: str, head_dim: int) -> Iterator[tuple[str, Any, dict[str, Any], int, int]]:
-    """Name, kernel, arguments, warps and stages of what a small prefill with all options launches, and a large one."""
+    """Name, kernel, arguments, warps and stages of a small prefill with all options, and of a large one."""
     layout = PageLayout(get_format(name), head_dim)
     calibration = calibrated(layout, HEADS)
     pages = torch.zeros(1, HEADS, layout.record_bytes, dtype=torch.uint8)
