@@ -29,10 +29,20 @@ _DIVISIBLE = [["tt.divisibility", 16]]
 
 @dataclass(frozen=True)
 class DeviceCode:
-    """Registers of a thread, and bytes of memory where they did not suffice."""
+    """Registers of a thread, bytes of memory where they did not suffice, and address and text of each instruction."""
 
     registers: int
     spilled: int
+    sass: tuple[tuple[int, str], ...]
+
+    def loops(self) -> list[list[str]]:
+        """The instructions of each loop, from where a branch goes back to up to the branch."""
+        loops = []
+        for address, text in self.sass:
+            back = re.search(r"\bBRA(?:\.\w+)* .*?(?:`\(\S+\)|0x([0-9a-f]+))", text)
+            if back and back[1] and (start := int(back[1], 16)) < address:
+                loops.append([line for at, line in self.sass if start <= at <= address])
+        return loops
 
 
 def compile_kernel(
@@ -44,6 +54,7 @@ def compile_kernel(
     *,
     fp_fusion: bool,
     stages: int = 3,
+    max_registers: int | None = None,
 ) -> DeviceCode:
     """Compile for a GPU of this compute capability as a launch with these arguments would."""
     signature, constants, attributes = {}, {}, {}
@@ -60,16 +71,25 @@ def compile_kernel(
             if value % 16 == 0:
                 attributes[(index,)] = _DIVISIBLE
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, "enable_fp_fusion": fp_fusion, "num_stages": stages}
+    options = {
+        "num_warps": warps,
+        "num_stages": stages,
+        "enable_fp_fusion": fp_fusion,
+        "maxnreg": max_registers,
+    }
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]
     file = folder / "kernel.cubin"
     file.write_bytes(binary)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", file], check=True, capture_output=True, text=True).stdout
+    usage, listing = (
+        subprocess.run([tool, option, file], check=True, capture_output=True, text=True).stdout
+        for option in ("-res-usage", "-sass")
+    )
     registers, stack = (re.search(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
     assert registers is not None
     assert stack is not None
-    return DeviceCode(int(registers[1]), int(stack[1]))
+    instructions = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", listing)
+    return DeviceCode(int(registers[1]), int(stack[1]), tuple((int(at, 16), text) for at, text in instructions))
 
 
 def quicken_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from subten.formats.hadamard import hadamard
 from subten.formats.layout import PageLayout
 from subten.formats.quantizers import GAUSSIAN_STEP
 from subten.formats.shaping import NoiseShaper
-from subten.formats.spec import KVFormat, TensorFormat
+from subten.formats.spec import PAGE_SIZE, KVFormat, TensorFormat
 from subten.kernels.attention.inputs import LayerCache, MeanKey
 from subten.kernels.rope import RopeTable
 
@@ -127,10 +127,12 @@ class CodingTables:
         kept_channels: int32 [layers, num_kv_heads, num_kept].
         query_matrix: float16 [layers, num_kv_heads, head_dim, n], `key.from_coded` transposed, zero in the lines of
             kept channels. None where keys are not transformed.
-        mean: float32 [layers, num_kv_heads, head_dim], 0 in layers that remove none. None where none does.
-        rope: of `mean`.
         output_matrix: float32 [layers, num_kv_heads, head_dim, n], `value.from_coded`. None where values are not
             transformed.
+        mean: float32 [layers, num_kv_heads, head_dim], 0 in layers that remove none. None where none does.
+        rope: of `mean`.
+        rotation: float16 [2 (cos, sin), 64, head_dim / 2], from a page's first token to each of its tokens, the
+            amplitude of `rope` taken out. None where there is no `mean`.
     """
 
     key: Code
@@ -144,9 +146,10 @@ class CodingTables:
     order: Tensor | None
     kept_channels: Tensor
     query_matrix: Tensor | None
+    output_matrix: Tensor | None
     mean: Tensor | None
     rope: RopeTable | None
-    output_matrix: Tensor | None
+    rotation: Tensor | None
 
     @classmethod
     def of(
@@ -182,8 +185,8 @@ class CodingTables:
             _by_layer_and_side([_order(shaper, blank) for shaper in shapers]) if any(shapers) else None,
             kept.int(),
             _query_matrix(codings),
-            *_mean(mean_keys),
             _output_matrix(codings),
+            *_mean(mean_keys),
         )
 
     def layer(self, index: int) -> CodingTables:
@@ -198,8 +201,8 @@ class CodingTables:
             order=None if self.order is None else self.order[part],
             kept_channels=self.kept_channels[part],
             query_matrix=None if self.query_matrix is None else self.query_matrix[part],
-            mean=None if self.mean is None else self.mean[part],
             output_matrix=None if self.output_matrix is None else self.output_matrix[part],
+            mean=None if self.mean is None else self.mean[part],
         )
 
 
@@ -300,12 +303,18 @@ def _output_matrix(codings: Sequence[LayerCoding]) -> Tensor | None:
     return _filled_up(torch.stack(matrices)) if matrices else None
 
 
-def _mean(mean_keys: Sequence[MeanKey | None]) -> tuple[Tensor | None, RopeTable | None]:
+def _mean(mean_keys: Sequence[MeanKey | None]) -> tuple[Tensor | None, RopeTable | None, Tensor | None]:
     some = next((mean_key for mean_key in mean_keys if mean_key is not None), None)
     if some is None:
-        return None, None
+        return None, None, None
     none = torch.zeros_like(some.mean)
-    return torch.stack([none if mean_key is None else mean_key.mean for mean_key in mean_keys]), some.rope
+    means = torch.stack([none if mean_key is None else mean_key.mean for mean_key in mean_keys])
+    return means, some.rope, _rotation_in_page(some.rope)
+
+
+def _rotation_in_page(rope: RopeTable) -> Tensor:
+    first = torch.stack([rope.cos[:PAGE_SIZE], rope.sin[:PAGE_SIZE]]) / rope.cos[0]
+    return pad(first, (0, 0, 0, PAGE_SIZE - first.shape[1])).half()
 
 
 def _as_one(views: Sequence[Tensor]) -> Tensor:
