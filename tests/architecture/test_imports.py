@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "models": {"kernels", "checkpoints"},
     "engine": {"models", "kvcache"},
     "evals": {"engine"},
+    "bench": {"engine"},
     "cli": {"evals", "engine", "config"},
     "__main__": {"cli"},
 }

@@ -1,0 +1,92 @@
+"""`python -m subten.bench`: the command line.
+
+Exit codes: 0 every row has its figure, 1 some have not (the tables say why), 2 an error that one line on stderr
+explains, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from subten.bench.session import AttentionOptions, MeanKeys, run_attention
+from subten.errors import SubtenError
+
+app = typer.Typer(help="Measure the kernels on a GPU.", rich_markup_mode=None, no_args_is_help=True)
+
+MISSING_FIGURES, USAGE, INTERRUPTED = 1, 2, 130
+# click's ClickException. Recent releases of Typer carry their own copy of click under a private name.
+_ClickException: Any = typer.BadParameter.__mro__[2]
+
+
+@app.callback()
+def _several_commands() -> None:
+    """Measure the kernels on a GPU."""
+
+
+@app.command()
+def attention(
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    fa3: Annotated[
+        Path | None, typer.Option(help="Folder with _vllm_fa3_C*.so of vLLM's wheel: FlashAttention-3 as a peer.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Five rows: all shapes at 32k, and 1x8x4 at 128k.")] = False,
+    rows: Annotated[str, typer.Option(help="Shapes, BATCHxKV_HEADSxGROUP[xHEAD_DIM], separated by commas.")] = "",
+    contexts: Annotated[str, typer.Option(help="Contexts, such as 1k,32k, separated by commas.")] = "",
+    formats: Annotated[
+        str, typer.Option(help="KV formats of every row [default: kv2, and kv4,fp8,bf16 at 32k].")
+    ] = "",
+    kernels: Annotated[str, typer.Option(help="Decode kernels, separated by commas.")] = "triton,gluon",
+    mean_key: Annotated[MeanKeys, typer.Option(help="Measure with the term of a mean key, without, or both.")] = (
+        MeanKeys.BOTH
+    ),
+    append: Annotated[
+        bool | None, typer.Option("--append/--no-append", help="Measure kv_append [default: unless --quick].")
+    ] = None,
+    replays: Annotated[int, typer.Option(min=20, help="Replays of each graph.")] = 25,
+    commit: Annotated[str | None, typer.Option(help="Commit of the source, where git can't tell.")] = None,
+) -> None:
+    """Decode attention over the quantised cache, beside torch's attention in 16 bit and FlashAttention-3.
+
+    Every kernel is compared with the torch reference first; without that there is no figure.
+    """
+    options = AttentionOptions.parse(
+        rows=rows,
+        contexts=contexts,
+        formats=formats,
+        kernels=kernels,
+        mean_key=mean_key,
+        quick=quick,
+        append=append,
+        replays=replays,
+    )
+    if not run_attention(options, json, fa3, commit):
+        raise typer.Exit(MISSING_FIGURES)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; `arguments` are `sys.argv[1:]` by default."""
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(args=arguments, prog_name="python -m subten.bench", standalone_mode=False)
+    except SubtenError as error:
+        return _complain(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except _ClickException as error:
+        return _complain(error.format_message(), USAGE)
+    return status if isinstance(status, int) else 0
+
+
+def _complain(message: str, exit_code: int) -> int:
+    """One line, whatever a library put into its message."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

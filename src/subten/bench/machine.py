@@ -1,0 +1,135 @@
+"""What the figures were measured on, and the rate at which it reads memory."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import subten
+from subten.bench.timing import time_calls
+from subten.errors import KernelUnavailableError
+
+_READ_BYTES = 2**32
+_READ_FORMS = ((8, 2048), (4, 4096), (4, 8192))
+"""Programs per multiprocessor and elements that each has in flight; the best of these is the ceiling."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device and the programs; what could not be found out is None.
+
+    Attributes:
+        device: its name.
+        capability: compute capability, such as "9.0".
+        num_sms: multiprocessors.
+        l2_bytes: size of the L2.
+        memory_bytes: size of its memory.
+        driver: version of the driver.
+        cuda: version that torch was built for.
+        cudnn: version.
+        torch: version.
+        triton: version.
+        python: version.
+        subten: version.
+        commit: of the source.
+        read_tb_per_s: memory read in this run by a kernel that does nothing else, in 10^12 bytes per second.
+    """
+
+    device: str
+    capability: str
+    num_sms: int
+    l2_bytes: int
+    memory_bytes: int
+    driver: str | None
+    cuda: str | None
+    cudnn: int | None
+    torch: str
+    triton: str | None
+    python: str
+    subten: str
+    commit: str | None
+    read_tb_per_s: float
+
+
+def require_gpu() -> torch.device:
+    """The device to measure.
+
+    Raises:
+        KernelUnavailableError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise KernelUnavailableError(
+            "the benchmarks measure a CUDA GPU, and torch finds none here; run them on a machine that has one"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def describe(device: torch.device, commit: str | None = None) -> Machine:
+    """Ask the device, and measure its reading."""
+    properties = torch.cuda.get_device_properties(device)
+    return Machine(
+        device=properties.name,
+        capability=f"{properties.major}.{properties.minor}",
+        num_sms=properties.multi_processor_count,
+        l2_bytes=properties.L2_cache_size,
+        memory_bytes=properties.total_memory,
+        driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        cuda=torch.version.cuda,
+        cudnn=torch.backends.cudnn.version(),
+        torch=torch.__version__,
+        triton=_version("triton"),
+        python=platform.python_version(),
+        subten=subten.__version__,
+        commit=commit or source_commit(),
+        read_tb_per_s=_read_rate(device, properties.multi_processor_count),
+    )
+
+
+def source_commit() -> str | None:
+    """The commit of the source that runs, with `-dirty` where files of it were changed."""
+    here = str(Path(subten.__file__).parent)
+    head = _output("git", "-C", here, "rev-parse", "HEAD")
+    if head is None:
+        return None
+    changed = _output("git", "-C", here, "status", "--porcelain", "--untracked-files=no", ".")
+    return f"{head}-dirty" if changed else head
+
+
+def _read_rate(device: torch.device, num_sms: int) -> float:
+    from subten.kernels.triton_read import read_all
+
+    words = torch.randint(2**31 - 1, (_READ_BYTES // 4,), dtype=torch.int32, device=device)
+    out = torch.zeros(1, dtype=torch.int32, device=device)
+    times = []
+    for per_sm, block in _READ_FORMS:
+
+        def read(programs: int = per_sm * num_sms, block: int = block) -> None:
+            read_all(words, out, programs, block)
+
+        times.append(time_calls([read]).us)
+    return words.nbytes / min(times) / 1e6
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _output(program: str, *arguments: str) -> str | None:
+    """What a program prints, or None where it is not there, fails or hangs."""
+    path = shutil.which(program)
+    if path is None:
+        return None
+    try:
+        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

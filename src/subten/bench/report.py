@@ -1,0 +1,305 @@
+"""Measurements as rows for programs and as tables for people."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from subten.bench.machine import Machine
+from subten.bench.shapes import Case, Shape, context_name
+from subten.errors import StorageError
+
+_NONE = "-"
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """One kernel on one cache, beside its peers. A figure that is not there is None; `note` says why.
+
+    Attributes:
+        batch: sequences.
+        kv_heads: KV heads.
+        group: query heads of one.
+        head_dim: channels.
+        context: tokens that a query reads, its own included.
+        format: of the cache.
+        kernel: implementation.
+        mean_key: whether scores get the term of a mean key.
+        us: microseconds of one layer, median over the replays.
+        us_p10: 10th percentile.
+        us_p90: 90th percentile.
+        baseline_us: of torch's fastest attention in 16 bit.
+        baseline: which one that was.
+        ratio: baseline_us / us.
+        fa3_us: of FlashAttention-3 in 16 bit.
+        fa3_fp8_us: of FlashAttention-3 with keys, values and queries in FP8.
+        bytes: that the layer must read and write at least (`subten.kernels.attention.cost`).
+        tb_per_s: bytes / us, in 10^12 bytes per second.
+        read_share: of the rate at which the machine reads memory.
+        error: relative, against the torch reference on this very cache.
+        note: why a figure is not there, or None.
+    """
+
+    batch: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    context: int
+    format: str
+    kernel: str
+    mean_key: bool
+    us: float | None
+    us_p10: float | None
+    us_p90: float | None
+    baseline_us: float | None
+    baseline: str | None
+    ratio: float | None
+    fa3_us: float | None
+    fa3_fp8_us: float | None
+    bytes: int
+    tb_per_s: float | None
+    read_share: float | None
+    error: float | None
+    note: str | None
+
+    @property
+    def case(self) -> Case:
+        """Shape and context."""
+        return Case(Shape(self.batch, self.kv_heads, self.group, self.head_dim), self.context)
+
+
+@dataclass(frozen=True)
+class AppendRow:
+    """`kv_append` of a decode step, per layer: q/k norm, RoPE, window, coded query; and the codes of all layers.
+
+    Attributes:
+        batch: sequences.
+        kv_heads: KV heads.
+        group: query heads of one.
+        head_dim: channels.
+        format: of the cache.
+        layers: of the cache.
+        us: append_us + encode_us / layers.
+        append_us: the launch of each layer.
+        encode_us: the launch for all layers.
+        error: relative, of queries, keys and codes, against torch.
+        note: why a figure is not there, or None.
+    """
+
+    batch: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    format: str
+    layers: int
+    us: float | None
+    append_us: float | None
+    encode_us: float | None
+    error: float | None
+    note: str | None
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """From which context on a kernel is faster than 16 bit.
+
+    Attributes:
+        batch: sequences.
+        kv_heads: KV heads.
+        group: query heads of one.
+        head_dim: channels.
+        format: of the cache.
+        kernel: implementation.
+        mean_key: whether scores get the term of a mean key.
+        context: the smallest measured one from which on all are faster; None where the longest is not.
+        lowest_ratio: over all measured contexts.
+        lowest_ratio_context: where that is.
+    """
+
+    batch: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    format: str
+    kernel: str
+    mean_key: bool
+    context: int | None
+    lowest_ratio: float
+    lowest_ratio_context: int
+
+
+def crossovers(rows: Iterable[AttentionRow]) -> list[Crossover]:
+    """Of each shape, format and kernel that was measured at two contexts or more."""
+
+    def series(row: AttentionRow) -> tuple[int, int, int, int, str, str, bool]:
+        return row.batch, row.kv_heads, row.group, row.head_dim, row.format, row.kernel, row.mean_key
+
+    measured = sorted((row for row in rows if row.ratio is not None), key=lambda row: (*series(row), row.context))
+    found = []
+    for key, group in groupby(measured, key=series):
+        ratios = [(row.context, row.ratio) for row in group if row.ratio is not None]
+        if len(ratios) < 2:
+            continue
+        faster = None
+        for context, ratio in reversed(ratios):
+            if ratio < 1:
+                break
+            faster = context
+        at, lowest = min(ratios, key=lambda pair: pair[1])
+        found.append(Crossover(*key, context=faster, lowest_ratio=lowest, lowest_ratio_context=at))
+    return found
+
+
+def to_json(machine: Machine, rows: Sequence[AttentionRow], appends: Sequence[AppendRow]) -> bytes:
+    """An object with `machine`, `attention`, `crossover` and `kv_append`; the keys of a row are its fields."""
+    content: Mapping[str, Any] = {
+        "machine": asdict(machine),
+        "attention": [asdict(row) for row in rows],
+        "crossover": [asdict(crossover) for crossover in crossovers(rows)],
+        "kv_append": [asdict(row) for row in appends],
+    }
+    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+
+
+class ResultFile:
+    """A JSON file that grows with the measurements: each `write` replaces it as a whole.
+
+    Raises:
+        StorageError: nothing can be written there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._stage(b"")
+        self._staging.unlink()
+
+    def write(self, content: bytes) -> None:
+        """Put the content in place.
+
+        Raises:
+            StorageError: it can't be written; what was there before is unchanged.
+        """
+        self._stage(content)
+        self._staging.replace(self.path)
+
+    def _stage(self, content: bytes) -> None:
+        try:
+            self._staging.write_bytes(content)
+        except OSError as error:
+            raise StorageError(f"{self.path} can't be written: {error.strerror or error}") from error
+
+
+# --- for people ------------------------------------------------------------------------------------------------
+
+
+def row_line(row: AttentionRow, seconds: float) -> str:
+    """A row as it comes, on one line."""
+    head = f"[{seconds:4.0f} s] {row.case.shape!s:>8} {context_name(row.context):>5} {_name(row):<26}"
+    if row.us is None:
+        return f"{head} no figure: {row.note}"
+    figures = (
+        f"{row.us:8.1f} us  16 bit {_number(row.baseline_us, '8.1f')}  ratio {_number(row.ratio, '5.2f')}"
+        f"  fa3 {_number(row.fa3_us, '7.1f')}  fp8 {_number(row.fa3_fp8_us, '7.1f')}"
+        f"  {_number(row.tb_per_s, '5.2f')} TB/s  {_number(row.read_share, '4.0%')}"
+        f"  error {_number(row.error, '.1e')}"
+    )
+    return f"{head} {figures}" + (f"  ({row.note})" if row.note else "")
+
+
+def append_line(row: AppendRow, seconds: float) -> str:
+    """A row as it comes, on one line."""
+    head = f"[{seconds:4.0f} s] kv_append batch {row.batch} {row.format}"
+    if row.us is None:
+        return f"{head} no figure: {row.note}"
+    return (
+        f"{head} {row.us:.2f} us per layer (append {_number(row.append_us, '.2f')}, "
+        f"codes of {row.layers} layers {_number(row.encode_us, '.1f')}), error {_number(row.error, '.1e')}"
+    )
+
+
+def attention_table(rows: Sequence[AttentionRow], machine: Machine) -> Table:
+    """All rows; notes below."""
+    notes = sorted({row.note for row in rows if row.note})
+    table = _table(
+        f"{machine.device}, torch {machine.torch}, Triton {machine.triton}; reads {machine.read_tb_per_s:.2f} TB/s",
+        "us of one layer. " + "; ".join(notes),
+        ("shape", "context", "cache"),
+        ("us", "16 bit", "ratio", "fa3", "fa3 fp8", "TB/s", "of reading", "error"),
+    )
+    for row in rows:
+        table.add_row(
+            str(row.case.shape),
+            context_name(row.context),
+            _name(row),
+            _number(row.us, ".1f"),
+            _number(row.baseline_us, ".1f"),
+            _number(row.ratio, ".2f"),
+            _number(row.fa3_us, ".1f"),
+            _number(row.fa3_fp8_us, ".1f"),
+            _number(row.tb_per_s, ".2f"),
+            _number(row.read_share, ".0%"),
+            _number(row.error, ".1e"),
+        )
+    return table
+
+
+def crossover_table(found: Sequence[Crossover]) -> Table:
+    """From which context on each kernel is faster than 16 bit."""
+    table = _table("Faster than 16 bit", None, ("shape", "cache"), ("from context", "lowest ratio", "at"))
+    for x in found:
+        table.add_row(
+            str(Shape(x.batch, x.kv_heads, x.group, x.head_dim)),
+            _name(x),
+            "never" if x.context is None else context_name(x.context),
+            f"{x.lowest_ratio:.2f}",
+            context_name(x.lowest_ratio_context),
+        )
+    return table
+
+
+def append_table(rows: Sequence[AppendRow]) -> Table:
+    """kv_append per layer; notes below."""
+    notes = sorted({row.note for row in rows if row.note})
+    table = _table(
+        "kv_append, us",
+        "; ".join(notes) or None,
+        ("batch", "format"),
+        ("per layer", "append", "codes of all layers", "layers", "error"),
+    )
+    for row in rows:
+        table.add_row(
+            str(row.batch),
+            row.format,
+            _number(row.us, ".2f"),
+            _number(row.append_us, ".2f"),
+            _number(row.encode_us, ".1f"),
+            str(row.layers),
+            _number(row.error, ".1e"),
+        )
+    return table
+
+
+def _table(title: str, caption: str | None, names: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _name(row: AttentionRow | Crossover) -> str:
+    return f"{row.format} {row.kernel}" + (" + mean key" if row.mean_key else "")
+
+
+def _number(x: float | None, spec: str) -> str:
+    return _NONE if x is None else f"{x:{spec}}"

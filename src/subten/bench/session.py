@@ -1,0 +1,193 @@
+"""One run of the attention benchmark: what was asked for, measured row by row, printed and saved as rows come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from rich.console import Console
+
+from subten.bench.append import BATCHES, measure_append
+from subten.bench.attention import AttentionBench, Wanted
+from subten.bench.kernels import KERNELS
+from subten.bench.machine import Machine, describe, require_gpu
+from subten.bench.peers import load_flash_attention_3
+from subten.bench.report import (
+    AppendRow,
+    AttentionRow,
+    ResultFile,
+    append_line,
+    append_table,
+    attention_table,
+    crossover_table,
+    crossovers,
+    row_line,
+    to_json,
+)
+from subten.bench.shapes import MAIN_CONTEXT, Case, Shape, choose, parse_context
+from subten.errors import ParameterError
+from subten.formats import DEFAULT_FORMAT, KVFormat, get_format
+
+_BESIDE = ("kv4", "fp8", "bf16")
+"""Measured at the main context too, unless formats were asked for."""
+
+
+class MeanKeys(StrEnum):
+    """Whether scores get the term of a mean key that was taken out before coding."""
+
+    BOTH = "both"
+    WITH = "with"
+    WITHOUT = "without"
+
+    @property
+    def terms(self) -> tuple[bool, ...]:
+        """With the term or without."""
+        return {MeanKeys.BOTH: (False, True), MeanKeys.WITH: (True,), MeanKeys.WITHOUT: (False,)}[self]
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What to measure.
+
+    Attributes:
+        cases: shapes and contexts.
+        formats: of every case; empty means the default one, and at the main context some more.
+        kernels: by name.
+        mean_key: with its term, without, or both.
+        quick: whether the default formats are one everywhere.
+        append: whether kv_append is measured.
+        replays: of a graph.
+    """
+
+    cases: Sequence[Case]
+    formats: Sequence[KVFormat]
+    kernels: Sequence[str]
+    mean_key: MeanKeys
+    quick: bool
+    append: bool
+    replays: int
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        rows: str,
+        contexts: str,
+        formats: str,
+        kernels: str,
+        mean_key: MeanKeys,
+        quick: bool,
+        append: bool | None,
+        replays: int,
+    ) -> AttentionOptions:
+        """From the command line, where lists are separated by commas.
+
+        Raises:
+            ParameterError: a list that names nothing, or something that does not exist.
+            UnknownFormatError: a name that is no format.
+        """
+        names = _names(kernels)
+        unknown = [name for name in names if name not in KERNELS]
+        if unknown or not names:
+            raise ParameterError(f"--kernels is '{kernels}'; it takes {' and '.join(KERNELS)}, separated by commas")
+        return cls(
+            cases=choose(
+                [Shape.parse(text) for text in _names(rows)],
+                [parse_context(text) for text in _names(contexts)],
+                quick=quick,
+            ),
+            formats=[get_format(name) for name in _names(formats)],
+            kernels=names,
+            mean_key=mean_key,
+            quick=quick,
+            append=not quick if append is None else append,
+            replays=replays,
+        )
+
+    def wanted(self, case: Case) -> Wanted:
+        """Of one case."""
+        beside = _BESIDE if case.context == MAIN_CONTEXT and not self.quick else ()
+        formats = self.formats or [get_format(name) for name in (DEFAULT_FORMAT, *beside)]
+        return Wanted(formats, self.kernels, self.mean_key.terms, self.replays)
+
+
+@dataclass
+class Results:
+    """What was measured so far."""
+
+    machine: Machine
+    file: ResultFile | None
+    rows: list[AttentionRow] = field(default_factory=list)
+    appends: list[AppendRow] = field(default_factory=list)
+    start: float = field(default_factory=time.monotonic)
+
+    def take(self, row: AttentionRow | AppendRow) -> None:
+        """Print a row, keep it, and save all."""
+        seconds = time.monotonic() - self.start
+        if isinstance(row, AttentionRow):
+            self.rows.append(row)
+            print(row_line(row, seconds), flush=True)
+        else:
+            self.appends.append(row)
+            print(append_line(row, seconds), flush=True)
+        if self.file is not None:
+            self.file.write(to_json(self.machine, self.rows, self.appends))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row has its figure."""
+        rows: list[AttentionRow | AppendRow] = [*self.rows, *self.appends]
+        return all(row.us is not None for row in rows)
+
+    def show(self) -> None:
+        """Print the tables; into a pipe or file as wide as they need to be."""
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=200)
+        console.print(attention_table(self.rows, self.machine))
+        found = crossovers(self.rows)
+        if found:
+            console.print(crossover_table(found))
+        if self.appends:
+            console.print(append_table(self.appends))
+
+
+def run_attention(options: AttentionOptions, json: Path | None, fa3: Path | None, commit: str | None) -> bool:
+    """Measure, print and save; whether every row has its figure.
+
+    Args:
+        options: what to measure.
+        json: where to save rows, or None.
+        fa3: folder with the library of FlashAttention-3, or None.
+        commit: of the source, or None to ask git.
+
+    Raises:
+        KernelUnavailableError: there is no GPU, it stopped working, or the library does not load.
+        StorageError: the file can't be written, or the folder has no library.
+    """
+    device = require_gpu()
+    # What can only run on a GPU is imported here, behind the question whether there is one.
+    from subten.kernels.attention.triton_append import append_decode
+
+    file = None if json is None else ResultFile(json)
+    if fa3 is not None:
+        load_flash_attention_3(fa3)
+    results = Results(describe(device, commit), file)
+    machine = results.machine
+    print(f"{machine.device} reads {machine.read_tb_per_s:.2f} TB/s; source {machine.commit}", flush=True)
+    bench = AttentionBench(machine, device, fa3 is not None, append_decode)
+    for case in options.cases:
+        for row in bench.rows(case, options.wanted(case)):
+            results.take(row)
+    if options.append:
+        for batch in BATCHES:
+            results.take(measure_append(get_format(DEFAULT_FORMAT), Shape(batch, 8, 4), device, options.replays))
+    results.show()
+    return results.complete
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
