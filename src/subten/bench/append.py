@@ -59,9 +59,7 @@ def _row(
     return AppendRow(*heads, fmt.name, LAYERS, us, append_us, encode_us, error, note)
 
 
-def checked_calls(
-    cache: BenchCache, tokens: NewTokens
-) -> tuple[Sequence[Callable[[], object]], Callable[[], object], float]:
+def checked_calls(cache: BenchCache, tokens: NewTokens) -> tuple[Sequence[Call], Call, float]:
     """The call of each layer, the call for all, and the largest relative error against torch, over one layer.
 
     Raises:

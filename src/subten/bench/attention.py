@@ -28,7 +28,7 @@ from subten.bench.report import AttentionRow
 from subten.bench.shapes import Case, Shape
 from subten.bench.timing import REPLAYS, Timing, copies_past, time_calls
 from subten.errors import CacheMemoryError, KernelUnavailableError, NumericalError
-from subten.formats import KVFormat, PageLayout
+from subten.formats import PAGE_SIZE, KVFormat, PageLayout
 from subten.kernels.attention.cost import attention_bytes
 
 _RAGGED = (1, 64, 193, 256, 257, 320, 700)
@@ -103,7 +103,7 @@ class AttentionBench:
     ) -> Iterator[tuple[Variant, Timing | None, float | None, str | None]]:
         """One format's variants: time and error, or the reason why there is none."""
         shape, scale = case.shape, 1 / math.sqrt(case.shape.head_dim)
-        calibration = random_calibration(layout.format, shape, case.context + 64, self.device)
+        calibration = random_calibration(layout.format, shape, max(case.context, *_RAGGED) + PAGE_SIZE, self.device)
         copies = copies_past(self.machine.l2_bytes, layer_bytes(layout, shape, case.context))
         cache = build_cache(layout, shape.kv_heads, [case.context] * shape.batch, copies, calibration)
         for variant in variants(layout.format, wanted):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -98,9 +99,14 @@ def random_calibration(fmt: KVFormat, shape: Shape, num_positions: int, device: 
     query, key, output = (_random_moment(heads, head_dim, device) for _ in range(3))
     yes = torch.ones(heads, dtype=torch.bool, device=device)
     moments = LayerMoments(query, key, pair_energy(key), output, shape_keys=yes, whiten_keys=yes)
-    rope = rope_table(RopeSpec(head_dim, theta=_THETA), num_positions, device)
+    rope = _rope(head_dim, num_positions, device)
     mean = torch.randn(heads, head_dim, device=device)
     return Calibration(calibrated_coding(fmt, moments), MeanKey(mean, rope) if fmt.key.remove_mean else None, rope)
+
+
+@lru_cache
+def _rope(head_dim: int, num_positions: int, device: torch.device) -> RopeTable:
+    return rope_table(RopeSpec(head_dim, theta=_THETA), num_positions, device)
 
 
 def _random_moment(heads: int, size: int, device: torch.device) -> Tensor:

@@ -180,7 +180,7 @@ def flash_attention_3(cache: PlainCache, replays: int = REPLAYS) -> PeerTime:
         require([(attend(0)[-1], cache.expected(cache.k[0, -1], cache.v[0, -1], scale))], allowed)
         return PeerTime(name, _time(attend, len(cache.k), replays))
     except (RuntimeError, NumericalError) as error:
-        return PeerTime(name, None, f"{name}: {first_line(error)}")
+        return PeerTime(name, None, first_line(error))
 
 
 def fa3_decode(cache: PlainCache, scale: float) -> Attend:

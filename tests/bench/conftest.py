@@ -1,0 +1,58 @@
+"""The kernels run in Triton's interpreter; what would be timed on a GPU is called once instead."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+
+from subten.bench import append, attention, peers
+from subten.bench.machine import Machine
+from subten.bench.timing import Timing
+from support.device_code import quicken_interpreter
+
+US = 8.0
+
+
+@pytest.fixture(autouse=True)
+def repeatable() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine(
+        device="a GPU",
+        capability="9.0",
+        num_sms=2,
+        l2_bytes=1 << 18,
+        memory_bytes=1 << 30,
+        driver=None,
+        cuda="13.0",
+        cudnn=None,
+        torch="2",
+        triton="3",
+        python="3",
+        subten="0",
+        commit=None,
+        read_tb_per_s=2.0,
+    )
+
+
+@pytest.fixture
+def timed_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Timings of 8 us, and how many calls each was of."""
+    counts: list[int] = []
+
+    def time_calls(calls, replays=25) -> Timing:
+        counts.append(len(calls))
+        calls[-1]()
+        return Timing(US, US - 1, US + 1, replays)
+
+    for module in (append, attention, peers):
+        monkeypatch.setattr(module, "time_calls", time_calls)
+    quicken_interpreter(monkeypatch)
+    return counts
