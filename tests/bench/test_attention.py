@@ -76,7 +76,7 @@ class Kernel:
 
 
 @pytest.fixture
-def bench(machine, timed_calls, monkeypatch: pytest.MonkeyPatch):
+def bench(machine, timer, monkeypatch: pytest.MonkeyPatch):
     """A benchmark whose kernels are these modules by name."""
     calibration = random_calibration(KV2, SHAPE, 1000, CPU)
     monkeypatch.setattr(attention, "random_calibration", lambda fmt, *_: calibration if fmt == KV2 else _plain(fmt))
@@ -90,9 +90,9 @@ def bench(machine, timed_calls, monkeypatch: pytest.MonkeyPatch):
                 raise KernelUnavailableError(f"the {name} kernel can't be loaded here: not there")
             return DecodeKernel(name, modules[name])
 
-        return AttentionBench(machine, CPU, with_fa3=False, append=append_decode, load=load)
+        return AttentionBench(machine, CPU, with_fa3=False, append=append_decode, load=load, timer=timer)
 
-    return SimpleNamespace(made=made, calibration=calibration, counts=timed_calls)
+    return SimpleNamespace(made=made, calibration=calibration, counts=timer.counts)
 
 
 def _plain(fmt) -> Calibration:
@@ -198,20 +198,20 @@ def test_the_gluon_kernel_is_for_packed_codes_of_two_bits() -> None:
     assert all(is_for("triton", get_format(name)) for name in names)
 
 
-def test_kv_append_is_checked_and_timed_per_layer(machine, timed_calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_append_is_checked_and_timed_per_layer(machine, timer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subten.bench.append.LAYERS", 2)
-    row = measure_append(KV2, Shape(1, 1, 2, 64), CPU)
+    row = measure_append(KV2, Shape(1, 1, 2, 64), CPU, timer=timer)
     assert row.note is None
     assert (row.append_us, row.encode_us, row.us) == (8.0, 8.0, 12.0)
-    assert timed_calls == [2, 1]
+    assert timer.counts == [2, 1]
     assert 0 <= row.error < 0.1
     assert LAYERS == 32
 
 
-def test_kv_append_that_codes_nothing_has_no_time(timed_calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_append_that_codes_nothing_has_no_time(timer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("subten.bench.append.LAYERS", 1)
     monkeypatch.setattr("subten.kernels.attention.triton_encode.encode_leaving", lambda *_: None)
-    row = measure_append(KV2, Shape(1, 1, 2, 64), CPU)
+    row = measure_append(KV2, Shape(1, 1, 2, 64), CPU, timer=timer)
     assert row.us is None
     assert "relative error" in row.note
-    assert timed_calls == []
+    assert timer.counts == []

@@ -33,6 +33,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, machine) -> list[tuple[Case, list[str],
     monkeypatch.setattr(session, "require_gpu", lambda: None)
     monkeypatch.setattr(session, "describe", lambda *_: machine)
     monkeypatch.setattr(session, "AttentionBench", Bench)
+    monkeypatch.setattr(session, "compile_ahead", lambda *_: "compiled ahead")
     monkeypatch.setattr(session, "measure_append", lambda *_: APPEND)
     return asked
 

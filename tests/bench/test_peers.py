@@ -68,24 +68,24 @@ def fa3() -> Iterator[None]:
     library._destroy()
 
 
-def test_the_fastest_16_bit_attention_that_is_right_is_the_baseline(timed_calls) -> None:
+def test_the_fastest_16_bit_attention_that_is_right_is_the_baseline(timer) -> None:
     peer = best_16_bit(PlainCache.random(CASE, torch.bfloat16, CPU))
     # Of the backends asked for a CPU has one.
     assert re.fullmatch(r"flash (rows|gqa) token-major", peer.name)
     assert peer.us == 8.0
 
 
-def test_a_wrong_16_bit_attention_is_no_baseline(timed_calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_16_bit_attention_is_no_baseline(timer, monkeypatch: pytest.MonkeyPatch) -> None:
     attention = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **named: attention(*args, **named) * 1.1)
     peer = best_16_bit(PlainCache.random(CASE, torch.bfloat16, CPU))
     assert peer.us is None
     assert "flash rows token-major: relative error 1.0e-01" in peer.reason
-    assert timed_calls == []
+    assert timer.counts == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
-def test_flash_attention_3_is_called_as_its_schema_says(dtype: torch.dtype, fa3, timed_calls) -> None:
+def test_flash_attention_3_is_called_as_its_schema_says(dtype: torch.dtype, fa3, timer) -> None:
     cache = PlainCache.random(CASE, dtype, CPU)
     scale = 1 / math.sqrt(64)
     result = fa3_decode(cache, scale)(1)
@@ -96,7 +96,7 @@ def test_flash_attention_3_is_called_as_its_schema_says(dtype: torch.dtype, fa3,
     assert (peer.name, peer.us) == ("fa3" if dtype == torch.bfloat16 else "fa3 fp8", 8.0)
 
 
-def test_absent_peers_are_said_to_be_absent(timed_calls) -> None:
+def test_absent_peers_are_said_to_be_absent(timer) -> None:
     peers = measure_peers(CASE, CPU, with_fa3=False)
     assert peers.torch_16_bit.us == 8.0
     for peer in (peers.fa3, peers.fa3_fp8):
@@ -104,12 +104,12 @@ def test_absent_peers_are_said_to_be_absent(timed_calls) -> None:
         assert peer.reason == "not given with --fa3"
 
 
-def test_all_peers(fa3, timed_calls) -> None:
+def test_all_peers(fa3, timer) -> None:
     peers = measure_peers(CASE, CPU, with_fa3=True)
     assert [peer.us for peer in (peers.torch_16_bit, peers.fa3, peers.fa3_fp8)] == [8.0, 8.0, 8.0]
 
 
-def test_a_peer_that_refuses_a_shape_says_why(fa3, timed_calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_refuses_a_shape_says_why(fa3, timer, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_) -> None:
         raise RuntimeError("This build only serves head_dim 128\nException raised from ...")
 

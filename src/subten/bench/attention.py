@@ -26,7 +26,7 @@ from subten.bench.machine import Machine
 from subten.bench.peers import Peers, first_line, measure_peers
 from subten.bench.report import AttentionRow
 from subten.bench.shapes import Case, Shape
-from subten.bench.timing import REPLAYS, Timing, copies_past, time_calls
+from subten.bench.timing import REPLAYS, Call, Timing, copies_past, time_calls
 from subten.errors import CacheMemoryError, KernelUnavailableError, NumericalError
 from subten.formats import PAGE_SIZE, KVFormat, PageLayout
 from subten.kernels.attention.cost import attention_bytes
@@ -36,6 +36,7 @@ _RAGGED = (1, 64, 193, 256, 257, 320, 700)
 
 Append = Callable[..., Any]
 """`append_decode`: (q, k, v, layer, inputs) to the queries as a decode kernel takes them."""
+Timer = Callable[[Sequence[Call], int], Timing]
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class AttentionBench:
         with_fa3: whether FlashAttention-3 is loaded.
         append: `append_decode`.
         load: from a kernel's name to the kernel.
+        timer: of calls that are right, given the number of replays.
     """
 
     machine: Machine
@@ -81,6 +83,7 @@ class AttentionBench:
     with_fa3: bool
     append: Append
     load: Callable[[str], DecodeKernel] = DecodeKernel.load
+    timer: Timer = time_calls
     _checked: dict[tuple[Variant, Shape], str | None] = field(default_factory=dict)
 
     def rows(self, case: Case, wanted: Wanted) -> Iterator[AttentionRow]:
@@ -90,18 +93,22 @@ class AttentionBench:
         for fmt in wanted.formats:
             layout = PageLayout(fmt, case.shape.head_dim)
             try:
-                measured = self._measured(case, layout, wanted)
-                for variant, timing, error, reason in measured:
+                for variant, timing, error, reason in self.figures(case, layout, wanted):
                     yield make_row(case, layout, variant, timing, error, reason, peers, self.machine)
             except CacheMemoryError as error:
                 for variant in variants(fmt, wanted):
                     yield make_row(case, layout, variant, None, None, str(error), peers, self.machine)
             torch.cuda.empty_cache()
 
-    def _measured(
+    def figures(
         self, case: Case, layout: PageLayout, wanted: Wanted
     ) -> Iterator[tuple[Variant, Timing | None, float | None, str | None]]:
-        """One format's variants: time and error, or the reason why there is none."""
+        """One format's variants: time and error, or the reason why there is none.
+
+        Raises:
+            CacheMemoryError: the device has no room for the caches.
+            KernelUnavailableError: it stopped working.
+        """
         shape, scale = case.shape, 1 / math.sqrt(case.shape.head_dim)
         calibration = random_calibration(layout.format, shape, max(case.context, *_RAGGED) + PAGE_SIZE, self.device)
         copies = copies_past(self.machine.l2_bytes, layer_bytes(layout, shape, case.context))
@@ -116,7 +123,7 @@ class AttentionBench:
                 ends = sorted({0, shape.batch - 1})
                 result = calls[0]()
                 error = require([(result[row], reference(seen, 0, tokens, row, scale)) for row in ends], ALLOWED)
-                yield variant, time_calls(calls, wanted.replays), error, None
+                yield variant, self.timer(calls, wanted.replays), error, None
             except (KernelUnavailableError, NumericalError) as refusal:
                 yield variant, None, None, str(refusal)
             except Exception as failure:  # whatever a compiler or a driver raises: the other rows are still wanted

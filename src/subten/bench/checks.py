@@ -9,7 +9,7 @@ from torch import Tensor
 from subten.errors import NumericalError
 
 ALLOWED = 2e-3
-"""Relative error of an attention kernel over the cache, its result in bf16."""
+"""Relative error of an attention kernel over the cache, its result in fp16."""
 ALLOWED_16_BIT = 1e-2
 ALLOWED_FP8 = 1e-1
 """Of the peers: 16-bit operands and weights; FP8 operands and weights."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from subten.bench.ahead import compile_ahead, nearest_cases
 from subten.bench.append import BATCHES, measure_append
 from subten.bench.attention import AttentionBench, Wanted
 from subten.bench.kernels import KERNELS
@@ -178,6 +179,12 @@ def run_attention(options: AttentionOptions, json: Path | None, fa3: Path | None
     results = Results(describe(device, commit), file)
     machine = results.machine
     print(f"{machine.device} reads {machine.read_tb_per_s:.2f} TB/s; source {machine.commit}", flush=True)
+    note = compile_ahead(
+        [(case, options.wanted(case)) for case in nearest_cases(options.cases)],
+        [Shape(batch, 8, 4) for batch in BATCHES] if options.append else [],
+        machine,
+    )
+    print(f"[{time.monotonic() - results.start:4.0f} s] {note}", flush=True)
     bench = AttentionBench(machine, device, fa3 is not None, append_decode)
     for case in options.cases:
         for row in bench.rows(case, options.wanted(case)):
