@@ -16,7 +16,7 @@ from subten.bench.kernels import DecodeKernel, is_for
 from subten.bench.peers import Peers, PeerTime
 from subten.bench.shapes import Case, Shape
 from subten.bench.timing import Timing
-from subten.errors import KernelUnavailableError
+from subten.errors import CacheMemoryError, KernelUnavailableError
 from subten.formats import PageLayout, get_format
 from subten.formats.codec import decode_keys, decode_values
 from subten.kernels.attention.cost import attention_bytes
@@ -82,7 +82,6 @@ def bench(machine, timer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention, "random_calibration", lambda fmt, *_: calibration if fmt == KV2 else _plain(fmt))
     monkeypatch.setattr(attention, "measure_peers", lambda *_, **__: PEERS)
     monkeypatch.setattr(attention, "_RAGGED", (1, 193, 260))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
     def made(**modules) -> AttentionBench:
         def load(name: str) -> DecodeKernel:
@@ -215,3 +214,14 @@ def test_kv_append_that_codes_nothing_has_no_time(timer, monkeypatch: pytest.Mon
     assert row.us is None
     assert "relative error" in row.note
     assert timer.counts == []
+
+
+def test_a_cache_that_does_not_fit_has_no_figure(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_) -> None:
+        raise CacheMemoryError("a cache of 200 GiB could not be allocated")
+
+    monkeypatch.setattr(attention, "build_cache", full)
+    rows = list(bench.made().rows(CASE, Wanted([KV2], ["triton", "gluon"], [True])))
+    assert [row.us for row in rows] == [None, None]
+    assert all("200 GiB" in row.note for row in rows)
+    assert rows[0].baseline_us == 16.0

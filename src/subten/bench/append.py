@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from subten.bench.attention import Timer, require_sound_device
+from subten.bench.attention import Timer
 from subten.bench.caches import BenchCache, NewTokens, build_cache, random_calibration
 from subten.bench.checks import relative_error
-from subten.bench.peers import first_line
+from subten.bench.machine import first_line, require_sound_device
 from subten.bench.report import AppendRow
 from subten.bench.shapes import Shape
 from subten.bench.timing import REPLAYS, Call, time_calls

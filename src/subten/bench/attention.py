@@ -22,8 +22,8 @@ from subten.bench.caches import (
 )
 from subten.bench.checks import ALLOWED, require
 from subten.bench.kernels import Attend, DecodeKernel, is_for
-from subten.bench.machine import Machine
-from subten.bench.peers import Peers, first_line, measure_peers
+from subten.bench.machine import Machine, first_line, require_sound_device
+from subten.bench.peers import Peers, measure_peers
 from subten.bench.report import AttentionRow
 from subten.bench.shapes import Case, Shape
 from subten.bench.timing import REPLAYS, Call, Timing, copies_past, time_calls
@@ -95,9 +95,9 @@ class AttentionBench:
             try:
                 for variant, timing, error, reason in self.figures(case, layout, wanted):
                     yield make_row(case, layout, variant, timing, error, reason, peers, self.machine)
-            except CacheMemoryError as error:
+            except (CacheMemoryError, torch.OutOfMemoryError) as error:
                 for variant in variants(fmt, wanted):
-                    yield make_row(case, layout, variant, None, None, str(error), peers, self.machine)
+                    yield make_row(case, layout, variant, None, None, first_line(error), peers, self.machine)
             torch.cuda.empty_cache()
 
     def figures(
@@ -107,6 +107,7 @@ class AttentionBench:
 
         Raises:
             CacheMemoryError: the device has no room for the caches.
+            torch.OutOfMemoryError: likewise.
             KernelUnavailableError: it stopped working.
         """
         shape, scale = case.shape, 1 / math.sqrt(case.shape.head_dim)
@@ -229,17 +230,3 @@ def make_row(
         error=error,
         note="; ".join(note for note in notes if note) or None,
     )
-
-
-def require_sound_device(failure: BaseException) -> None:
-    """After an unexpected failure: go on only if the device still works.
-
-    Raises:
-        KernelUnavailableError: it does not, so that nothing more can be measured in this process.
-    """
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        raise KernelUnavailableError(
-            f"the device stopped working: {first_line(failure)}; what was measured before is in the result"
-        ) from error

@@ -70,6 +70,26 @@ def require_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def require_sound_device(failure: BaseException) -> None:
+    """After an unexpected failure: go on only if the device still works.
+
+    Raises:
+        KernelUnavailableError: it does not, so that nothing more can be measured in this process.
+    """
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise KernelUnavailableError(
+            f"the device stopped working: {first_line(failure)}; what was measured before is in the result"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, without the trace that a library adds."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]
+
+
 def describe(device: torch.device, commit: str | None = None) -> Machine:
     """Ask the device, and measure its reading."""
     properties = torch.cuda.get_device_properties(device)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from subten.bench.checks import ALLOWED_16_BIT, ALLOWED_FP8, require
+from subten.bench.machine import first_line, require_sound_device
 from subten.bench.shapes import Case
 from subten.bench.timing import REPLAYS, Timing, copies_past, time_calls
 from subten.errors import KernelUnavailableError, NumericalError, StorageError
@@ -27,6 +28,8 @@ _WIDE = torch.bfloat16
 _FP8 = torch.float8_e4m3fn
 _RANDOM_ELEMENTS = 1 << 26
 _TRIAL_REPLAYS = 5
+_INT32_ELEMENTS = 1 << 31
+"""The memory-efficient kernel counts elements in 32 bits: of larger tensors it would read beyond the end."""
 
 Attend = Callable[[int], Tensor]
 """Number of a copy to its result, [batch, num_heads, head_dim]."""
@@ -104,6 +107,7 @@ def best_16_bit(cache: PlainCache, replays: int = REPLAYS) -> PeerTime:
             require([(attend(0)[-1], cache.expected(keys, values, scale))], ALLOWED_16_BIT)
             trials.append((_time(attend, len(cache.k), _TRIAL_REPLAYS).us, name, attend))
         except (RuntimeError, NumericalError) as error:
+            require_sound_device(error)
             reasons.append(f"{name}: {first_line(error)}")
     if not trials:
         return PeerTime("torch", None, "; ".join(reasons))
@@ -132,6 +136,8 @@ def _torch_candidates(cache: PlainCache, scale: float) -> Iterator[tuple[str, At
     )
     for backend, name, form, order in forms:
         keys, values = token_major if order == "token" else head_major
+        if name == "efficient" and keys[0].numel() >= _INT32_ELEMENTS:
+            continue
 
         def attend(
             i: int, backend: SDPBackend = backend, form: str = form, keys: Tensor = keys, values: Tensor = values
@@ -180,6 +186,7 @@ def flash_attention_3(cache: PlainCache, replays: int = REPLAYS) -> PeerTime:
         require([(attend(0)[-1], cache.expected(cache.k[0, -1], cache.v[0, -1], scale))], allowed)
         return PeerTime(name, _time(attend, len(cache.k), replays))
     except (RuntimeError, NumericalError) as error:
+        require_sound_device(error)
         return PeerTime(name, None, first_line(error))
 
 
@@ -290,12 +297,6 @@ def measure_peers(case: Case, device: torch.device, *, with_fa3: bool, replays: 
         reason = "does not fit into the device's memory"
         return Peers(*(PeerTime(name, None, reason) for name in ("torch", "fa3", "fa3 fp8")))
     return Peers(torch_16_bit, fa3, fa3_fp8)
-
-
-def first_line(error: BaseException) -> str:
-    """What went wrong, without the trace that a library adds."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]
 
 
 def _time(attend: Attend, copies: int, replays: int) -> Timing:

@@ -186,12 +186,12 @@ def run_attention(options: AttentionOptions, json: Path | None, fa3: Path | None
     )
     print(f"[{time.monotonic() - results.start:4.0f} s] {note}", flush=True)
     bench = AttentionBench(machine, device, fa3 is not None, append_decode)
-    for case in options.cases:
-        for row in bench.rows(case, options.wanted(case)):
-            results.take(row)
     if options.append:
         for batch in BATCHES:
             results.take(measure_append(get_format(DEFAULT_FORMAT), Shape(batch, 8, 4), device, options.replays))
+    for case in options.cases:
+        for row in bench.rows(case, options.wanted(case)):
+            results.take(row)
     results.show()
     return results.complete
 

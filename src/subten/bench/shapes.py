@@ -87,6 +87,8 @@ def context_name(tokens: int) -> str:
 def choose(shapes: Sequence[Shape], contexts: Sequence[int], *, quick: bool) -> tuple[Case, ...]:
     """Every shape at every context, or of the few quick cases those that were asked for; empty means all.
 
+    The largest caches come last, where what may go wrong with them spoils the least.
+
     Raises:
         ParameterError: there is none.
     """
@@ -97,7 +99,7 @@ def choose(shapes: Sequence[Shape], contexts: Sequence[int], *, quick: bool) -> 
             if (not shapes or case.shape in shapes) and (not contexts or case.context in contexts)
         )
     else:
-        cases = tuple(Case(shape, context) for shape in shapes or SHAPES for context in contexts or CONTEXTS)
+        cases = tuple(Case(shape, context) for context in contexts or CONTEXTS for shape in shapes or SHAPES)
     if not cases:
         raise ParameterError("--quick has none of these rows and contexts; leave it out, or ask for others")
     return cases
