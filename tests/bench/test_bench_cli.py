@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from test_report import APPEND, MISSING, ROW
+from test_bench_report import APPEND, MISSING, ROW
 
 from subten.bench import session
 from subten.bench.__main__ import app, main
