@@ -21,6 +21,8 @@ from subten.formats.layout import PageLayout
 from subten.formats.quantizers import GAUSSIAN_STEP
 from subten.formats.shaping import NoiseShaper
 from subten.formats.spec import PAGE_SIZE, KVFormat, TensorFormat
+from subten.kernels.attention.gluon_plan import why_not_gluon
+from subten.kernels.attention.gluon_tables import GluonTables
 from subten.kernels.attention.inputs import LayerCache, MeanKey
 from subten.kernels.rope import RopeTable
 
@@ -133,6 +135,7 @@ class CodingTables:
         rope: of `mean`.
         rotation: float16 [2 (cos, sin), 64, head_dim / 2], from a page's first token to each of its tokens, the
             amplitude of `rope` taken out. None where there is no `mean`.
+        gluon: what the Gluon decode kernel needs besides. None where it does not serve the layout.
     """
 
     key: Code
@@ -150,6 +153,7 @@ class CodingTables:
     mean: Tensor | None
     rope: RopeTable | None
     rotation: Tensor | None
+    gluon: GluonTables | None
 
     @classmethod
     def of(
@@ -171,6 +175,11 @@ class CodingTables:
         alone = [
             all(side is not None and bool((side.to_coded == plain).all()) for side in sides[i::2]) for i in (0, 1)
         ]
+        query_matrix = _query_matrix(codings)
+        means, rope, rotation = _mean(mean_keys)
+        gluon = None
+        if why_not_gluon(layout) is None and query_matrix is not None:
+            gluon = GluonTables.of(query_matrix, codings, rope, layout.format.sinks)
         return cls(
             _code(layout.format.key, codings[0].key),
             _code(layout.format.value, codings[0].value),
@@ -184,9 +193,12 @@ class CodingTables:
             _by_layer_and_side([_vectors(shaper, blank) for shaper in shapers]) if any(shapers) else None,
             _by_layer_and_side([_order(shaper, blank) for shaper in shapers]) if any(shapers) else None,
             kept.int(),
-            _query_matrix(codings),
+            query_matrix,
             _output_matrix(codings),
-            *_mean(mean_keys),
+            means,
+            rope,
+            rotation,
+            gluon,
         )
 
     def layer(self, index: int) -> CodingTables:
@@ -203,6 +215,7 @@ class CodingTables:
             query_matrix=None if self.query_matrix is None else self.query_matrix[part],
             output_matrix=None if self.output_matrix is None else self.output_matrix[part],
             mean=None if self.mean is None else self.mean[part],
+            gluon=None if self.gluon is None else self.gluon.layer(part),
         )
 
 

@@ -35,6 +35,8 @@ from torch import Tensor
 from subten.formats.spec import KVFormat
 from subten.kernels.attention.append import _window_moves
 from subten.kernels.attention.device_cache import PagedLayers, tokens_in_pages
+from subten.kernels.attention.gluon_plan import head_tiles
+from subten.kernels.attention.gluon_tables import Q_STEPS
 from subten.kernels.attention.inputs import AttentionInputs, LayerCache, SequenceStep, WideTokens
 from subten.kernels.attention.triton_encode import encode_tokens, to_f16
 from subten.kernels.rope import RopeTable
@@ -42,6 +44,9 @@ from subten.kernels.rope import RopeTable
 _WARPS = 8
 _ROWS = 16
 """Queries of a program: as many as a tensor core takes at a time."""
+_Q_STEPS = tl.constexpr(Q_STEPS)
+_TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
+"""Added and taken away again, it rounds a float32 of less than 2^22 to the nearest integer."""
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -64,11 +69,18 @@ class DecodeQuery:
         coded: float16 [batch, num_heads, head_dim], zero at the kept channels and taken into the coded space of the
             keys; None where keys are coded in their own space.
         kept: float32 [batch, num_heads, num_kept], q at the kept channels.
+        steps: instead of `coded`, for the Gluon kernel: int8 [batch, num_kv_heads, blocks, tiles, operands, 8, bytes],
+            the coded query as integers. Of a tile's four heads upper and lower halves alternate along the axis of 8;
+            operands and bytes are in the order of the codes in a key record. Heads that fill up a tile are not written.
+        numbers: float32 [batch, num_kv_heads, blocks * tiles * 4, 4], what an integer step is worth, an eighth of the
+            sum over the coded query, and q at the two kept channels.
     """
 
     q: Tensor
     coded: Tensor | None
     kept: Tensor
+    steps: Tensor | None = None
+    numbers: Tensor | None = None
 
 
 # --- decode ----------------------------------------------------------------------------------------------------
@@ -83,6 +95,7 @@ def append_decode(
     *,
     norm: QKNorm | None = None,
     rope: RopeTable | None = None,
+    integer: bool = False,
 ) -> DecodeQuery:
     """Append one new token per sequence to a layer, and prepare its query.
 
@@ -97,8 +110,9 @@ def append_decode(
             `window_slot` (which fill up a batch) are not appended.
         norm: of q and k, where it is still to be done.
         rope: to rotate q and k by their position, where that is still to be done; after the norm.
+        integer: whether the coded queries are wanted as integers, for the Gluon kernel.
     """
-    out = query_memory(q, layer, changed=norm is not None or rope is not None)
+    out = query_memory(q, layer, changed=norm is not None or rope is not None, integer=integer)
     step = None if layer.layout.format.recent else k.new_empty(2, *k.shape, dtype=layer.layout.wide_dtype)
     arguments = append_arguments(q, k, v, out, step, layer, inputs, norm, rope)
     blocks = triton.cdiv(len(q) * arguments["GROUP"], _ROWS)
@@ -108,12 +122,23 @@ def append_decode(
     return out
 
 
-def query_memory(q: Tensor, layer: PagedLayers, *, changed: bool) -> DecodeQuery:
+def query_memory(q: Tensor, layer: PagedLayers, *, changed: bool, integer: bool = False) -> DecodeQuery:
     """Where to leave the queries of a step; q itself where norm and RoPE do not change it."""
+    (batch, num_heads, head_dim), num_kv_heads = q.shape, layer.pages.shape[2]
+    coded = layer.tables.query_matrix is not None
+    steps = numbers = None
+    if integer:
+        tiles = head_tiles(num_heads // num_kv_heads)
+        blocks = triton.cdiv(num_heads // num_kv_heads, 4 * tiles)
+        operands, size = (2, 32) if head_dim == 64 else (4, head_dim // 4)
+        steps = q.new_empty(batch, num_kv_heads, blocks, tiles, operands, 8, size, dtype=torch.int8)
+        numbers = q.new_empty(batch, num_kv_heads, blocks * tiles * 4, 4, dtype=torch.float32)
     return DecodeQuery(
         torch.empty_like(q, memory_format=torch.contiguous_format) if changed else q,
-        None if layer.tables.query_matrix is None else q.new_empty(q.shape, dtype=torch.float16),
-        q.new_empty(*q.shape[:2], layer.tables.places.num_kept, dtype=torch.float32),
+        q.new_empty(q.shape, dtype=torch.float16) if coded and not integer else None,
+        q.new_empty(batch, num_heads, layer.tables.places.num_kept, dtype=torch.float32),
+        steps,
+        numbers,
     )
 
 
@@ -147,20 +172,26 @@ def append_arguments(
     group = num_heads // k.shape[1]
     columns = _columns(batch * group, padded)
     changed = out.q is not q
-    parts = triton.cdiv(head_dim, columns) if out.coded is not None else int(changed or out.kept.numel() > 0)
+    coded = out.coded is not None or out.steps is not None
+    parts = triton.cdiv(head_dim, columns) if coded else int(changed or out.kept.numel() > 0)
+    gluon = tables.gluon if out.steps is not None else None
     return {
         "q": q,
         "k": k,
         "v": v,
         "q_out": out.q if changed else None,
         "q_coded": out.coded,
-        "q_kept": out.kept if tables.places.num_kept else None,
+        "q_kept": out.kept if tables.places.num_kept and out.steps is None else None,
+        "q_steps": out.steps,
+        "q_numbers": out.numbers,
         "step": step,
         "windows": layer.windows[0],
         "context_len": inputs.context_len,
         "window_slot": inputs.window_slot,
         "query_matrix": tables.query_matrix,
         "kept_channels": tables.kept_channels,
+        "query_bound": gluon and gluon.query_bound,
+        "query_sum": gluon and gluon.query_sum,
         "q_weight": norm and norm.q_weight,
         "k_weight": norm and norm.k_weight,
         "cos": rope and rope.cos,
@@ -196,12 +227,16 @@ def append_kernel(
     q_out,
     q_coded,
     q_kept,
+    q_steps,
+    q_numbers,
     step,
     windows,
     context_len,
     window_slot,
     query_matrix,
     kept_channels,
+    query_bound,
+    query_sum,
     q_weight,
     k_weight,
     cos,
@@ -271,14 +306,20 @@ def append_kernel(
             q_out,
             q_coded,
             q_kept,
+            q_steps,
+            q_numbers,
+            of_group,
             query_matrix,
             kept_channels,
+            query_bound,
+            query_sum,
             context_len,
             q_weight,
             cos,
             sin,
             eps,
             batch,
+            GROUP,
             NUM_KEPT,
             HEAD_DIM,
             PADDED,
@@ -297,14 +338,20 @@ def _prepare_queries(
     q_out,
     q_coded,
     q_kept,
+    q_steps,
+    q_numbers,
+    of_group,
     query_matrix,
     kept_channels,
+    query_bound,
+    query_sum,
     context_len,
     weight,
     cos,
     sin,
     eps,
     batch,
+    GROUP: tl.constexpr,
     NUM_KEPT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
@@ -317,7 +364,7 @@ def _prepare_queries(
     channel = tl.arange(0, PADDED // 2)[None, :]
     column = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     position = tl.load(context_len + sequence, mask=live, other=0)
-    if q_coded is not None:
+    if q_coded is not None or q_steps is not None:
         line = tl.arange(0, PADDED // 2)[:, None]
         matrix = query_matrix + (head * HEAD_DIM + line) * PADDED + column
         upper = tl.load(matrix, mask=line < HALF, other=0.0)
@@ -328,9 +375,23 @@ def _prepare_queries(
         first_kept = tl.where(channel == kept_channel, kept, first_kept)
         second_kept = tl.where(channel + HALF == kept_channel, kept, second_kept)
     first, second = _heads(q, live, position, weight, cos, sin, eps, HEAD_DIM, PADDED)
-    if q_coded is not None:
+    if q_coded is not None or q_steps is not None:
         coded = tl.dot(to_f16(second), lower, tl.dot(to_f16(first), upper))
+    if q_coded is not None:
         tl.store(q_coded + query * HEAD_DIM + column, to_f16(coded), mask=live & (column < HEAD_DIM))
+    if q_steps is not None:
+        length = tl.sqrt(tl.sum(first * first, 1, keep_dims=True) + tl.sum(second * second, 1, keep_dims=True))
+        unit = tl.maximum(length * tl.load(query_bound + head), 1e-20) * (max(1, HEAD_DIM // 128) / _Q_STEPS)
+        TILES: tl.constexpr = 1 if GROUP <= 4 else 2
+        PADDED_GROUP: tl.constexpr = (GROUP + 4 * TILES - 1) // (4 * TILES) * (4 * TILES)
+        of_tiles = (sequence * tl.num_programs(1) + head) * PADDED_GROUP + of_group
+        _store_integers(q_steps, coded, unit, of_tiles, column, live, HEAD_DIM)
+        if part == 0:
+            sums = query_sum + head * PADDED + tl.broadcast_to(channel, first.shape)
+            total = tl.sum(first * tl.load(sums, mask=channel < HALF, other=0.0), 1, keep_dims=True)
+            total += tl.sum(second * tl.load(sums + HALF, mask=channel < HALF, other=0.0), 1, keep_dims=True)
+            tl.store(q_numbers + of_tiles * 4, unit, mask=live)
+            tl.store(q_numbers + of_tiles * 4 + 1, total * 0.125, mask=live)
     if part == 0:
         inside = live & (channel < HALF)
         if q_out is not None:
@@ -339,9 +400,33 @@ def _prepare_queries(
             tl.store(place + HALF, _to(second, q_out.dtype.element_ty), mask=inside)
     if part == PARTS - 1:
         held = live & (channel < HALF)
-        if NUM_KEPT > 0:
+        if q_steps is not None:
+            tl.store(q_numbers + of_tiles * 4 + 2 + first_kept, first, mask=held & (first_kept >= 0))
+            tl.store(q_numbers + of_tiles * 4 + 2 + second_kept, second, mask=held & (second_kept >= 0))
+        elif NUM_KEPT > 0:
             tl.store(q_kept + query * NUM_KEPT + first_kept, first, mask=held & (first_kept >= 0))
             tl.store(q_kept + query * NUM_KEPT + second_kept, second, mask=held & (second_kept >= 0))
+
+
+@triton.jit
+def _store_integers(q_steps, coded, unit, query, column, live, HEAD_DIM: tl.constexpr):
+    """Columns of coded queries as integers of 14 bits, in the order in which the Gluon kernel multiplies key codes."""
+    WORDS: tl.constexpr = HEAD_DIM // 8
+    SIZE: tl.constexpr = max(32, HEAD_DIM // 4)
+    plane, byte = column // WORDS % 4, column % WORDS * 2 + column // (4 * WORDS)
+    # Codes of odd planes are read two bits further up.
+    value = coded * tl.where(plane % 2 == 1, 0.25, 1.0) / unit
+    value = (value + _TO_INTEGER) - _TO_INTEGER
+    upper = tl.floor(value * (1 / 128) + 0.5)
+    lower = value - 128.0 * upper
+    if HEAD_DIM == 64:
+        place = plane // 2 * (8 * SIZE) + plane % 2 * 16 + byte
+    else:
+        place = plane * (8 * SIZE) + byte
+    place += query // 4 * (8 * HEAD_DIM) + query % 4 * (2 * SIZE)
+    mask = live & (column < HEAD_DIM)
+    tl.store(q_steps + place, upper.to(tl.int8), mask=mask)
+    tl.store(q_steps + place + SIZE, lower.to(tl.int8), mask=mask)
 
 
 @triton.jit

@@ -1,0 +1,167 @@
+"""What the Gluon decode kernel is told beyond its tensors: what it is compiled for, and how a launch is split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from subten.formats.layout import PageLayout
+from subten.formats.spec import TensorFormat
+
+HEAD_DIMS = (64, 128, 256)
+
+_WINDOW_TILE = 16
+"""Window tokens of a warp at a time: that takes it about as long as a page of codes."""
+_REGISTERS_PER_SM = 65536
+_MOST_SPLITS = 49
+"""Of one sequence and KV head; the last program to arrive adds up what all have found, while the others are gone."""
+_FIXED_ROUNDS = 4
+"""What a program costs beside its pages, in rounds of a page per warp: launch, query, merging of the warps, and the
+wait for the last one."""
+
+
+@dataclass(frozen=True)
+class GluonShape:
+    """What of a layer the kernel is compiled for. Offsets in a record count int16 words.
+
+    Attributes:
+        head_dim: channels of a head.
+        group: query heads of one KV head.
+        tiles: of four heads, in one program.
+        window_units: pages that the windows count as, when work is shared.
+        sinks: tokens at the start that stay in 16 bit.
+        ring: tokens at the end that do.
+        key_scale: offset of the keys' grids.
+        value_codes: offset of the values' codes.
+        value_scale: offset of the values' grids.
+        kept: offset of the kept pairs, the last plane.
+        removed_mean: whether a mean key was taken out of the keys.
+        sliding_window: tokens that a query sees, itself included; None means all.
+    """
+
+    head_dim: int
+    group: int
+    tiles: int
+    window_units: int
+    sinks: int
+    ring: int
+    key_scale: int
+    value_codes: int
+    value_scale: int
+    kept: int
+    removed_mean: bool
+    sliding_window: int | None
+
+    @property
+    def blocks(self) -> int:
+        """Programs that share the query heads of one KV head."""
+        return -(-self.group // (4 * self.tiles))
+
+    @classmethod
+    def of(cls, layout: PageLayout, group: int, removed_mean: bool, sliding_window: int | None = None) -> GluonShape:
+        """Of a layer with pages that `why_not_gluon` has no objection to."""
+        fmt = layout.format
+        words = {name: plane.offset // 2 for name, plane in layout.planes.items()}
+        return cls(
+            head_dim=layout.head_dim,
+            group=group,
+            tiles=head_tiles(group),
+            window_units=-(-fmt.window_size // _WINDOW_TILE),
+            sinks=fmt.sinks,
+            ring=fmt.ring_size,
+            key_scale=words["key_scale"],
+            value_codes=words["value_codes"],
+            value_scale=words["value_scale"],
+            kept=words["kept_pair"],
+            removed_mean=removed_mean,
+            sliding_window=sliding_window,
+        )
+
+
+def head_tiles(group: int) -> int:
+    """Tiles of four query heads in one program; a larger group than eight is shared by several programs."""
+    return 1 if group <= 4 else 2
+
+
+@dataclass(frozen=True)
+class GluonTuning:
+    """Warps of a program, a power of two, each on a page of its own; and registers of a thread."""
+
+    warps: int
+    registers: int
+
+    def programs_per_sm(self) -> int:
+        """That the registers of a multiprocessor suffice for."""
+        return _REGISTERS_PER_SM // (32 * self.warps * self.registers)
+
+
+def tune_gluon(shape: GluonShape) -> GluonTuning:
+    """Measured on an H200 (docs/kernels/attention.md).
+
+    At head_dim 128 and up to four heads, 168 registers beat 128 although twelve warps per multiprocessor then take the
+    place of sixteen: all loads of a page are in flight before the first is used. Eight heads, or head_dim 256, have
+    twice the scores or twice the sums, and take 255.
+    """
+    if shape.head_dim == 64:
+        return GluonTuning(warps=4, registers=128 if shape.tiles == 1 and not shape.removed_mean else 168)
+    crowded = shape.tiles == 2 or shape.head_dim == 256
+    return GluonTuning(warps=4, registers=255 if crowded else 168)
+
+
+@dataclass(frozen=True)
+class GluonPlan:
+    """How the programs of one launch share its work; the same plan gives the same bits.
+
+    Attributes:
+        splits: programs that share one sequence and KV head. How many of them have work is decided on the device, by
+            the sequence's length.
+        pages_per_split: pages that a program takes before another one gets any.
+        tuning: of the kernel.
+    """
+
+    splits: int
+    pages_per_split: int
+    tuning: GluonTuning
+
+
+def plan_gluon(shape: GluonShape, batch: int, num_kv_heads: int, max_pages: int, num_sms: int) -> GluonPlan:
+    """The plan for a batch of sequences of up to `max_pages` pages on a GPU of `num_sms` multiprocessors.
+
+    A launch takes as many waves as its programs need of the places there are, and a wave as many rounds as a program
+    has pages per warp, and some more (`_FIXED_ROUNDS`). Examples for head_dim 128 in groups of 4 on 132
+    multiprocessors, which hold 396 programs: one sequence of 512 pages (32k tokens) and 8 heads gets 48 splits, three
+    rounds each. 8 sequences get 6 splits, one wave of 384 programs: 7 would be two waves. 32 sequences are 256 pairs
+    of sequence and head: one split each would leave a third of the GPU idle, two would take two waves for one and a
+    third; they get 3, two full waves.
+    """
+    tuning = tune_gluon(shape)
+    pairs, places = batch * num_kv_heads * shape.blocks, tuning.programs_per_sm() * num_sms
+    units, pages_per_split = max_pages + shape.window_units, 2 * tuning.warps
+    most = max(1, min(_MOST_SPLITS, -(-units // pages_per_split)))
+
+    def rounds(splits: int) -> int:
+        waves = -(-pairs * splits // places)
+        pages = -(-units // splits)
+        return waves * (-(-pages // tuning.warps) + _FIXED_ROUNDS)
+
+    return GluonPlan(min(range(1, most + 1), key=rounds), pages_per_split, tuning)
+
+
+def why_not_gluon(layout: PageLayout) -> str | None:
+    """Why the Gluon kernel does not serve a layout, or None where it does."""
+    fmt = layout.format
+    if not (_two_bit(fmt.key) and _two_bit(fmt.value) and fmt.key.kept_pairs == 1 and fmt.key.transform != "none"):
+        return f"the gluon kernel serves kv2 and kv2-plain, not '{fmt.name}'; choose the triton one"
+    if layout.head_dim not in HEAD_DIMS:
+        return f"the gluon kernel serves head_dim 64, 128 and 256, not {layout.head_dim}; choose the triton one"
+    return None
+
+
+def _two_bit(fmt: TensorFormat) -> bool:
+    return (
+        fmt.code == "uniform"
+        and fmt.bits == 2
+        and fmt.affine == "packed"
+        and fmt.fit == "least_squares"
+        and fmt.group is None
+        and not fmt.by_page
+    )
