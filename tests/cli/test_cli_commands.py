@@ -196,7 +196,7 @@ def test_pull_says_where_the_model_is(
 def test_info_shows_versions_kernels_and_formats(subten: Run) -> None:
     result = subten("info")
     assert (result.exit_code, result.err) == (0, "")
-    for shown in ("python", "torch", "cpu", "kv_attention=torch", "moe=torch", "2.250", *FORMATS):
+    for shown in ("python", "torch", "cpu", "cached_attention=torch", "moe=torch", "2.250", *FORMATS):
         assert shown in result.out
 
 
@@ -310,5 +310,5 @@ def test_demo_takes_a_model_without_chat_template_and_a_short_context(subten: Ru
 def test_verbose_tells_which_kernels_were_chosen(subten: Run) -> None:
     quiet, verbose = subten("info"), subten("--verbose", "info")
     assert quiet.err == ""
-    assert "INFO: kv_attention on cpu: torch" in verbose.err
+    assert "INFO: cached_attention on cpu: torch" in verbose.err
     assert verbose.out == quiet.out

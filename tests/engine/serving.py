@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from subten.engine import LLM, LoadedModel, Tokenizer, load_model
 from subten.engine.calibrate import Calibration, calibrate
 from subten.engine.runner import Runner, Work
 from subten.formats import PageLayout, get_format
+from subten.kernels import Use, select_attention
 from subten.kernels.attention import PrefillRule
 from subten.kvcache import CacheBooks
 
@@ -77,12 +79,21 @@ def calibration_of(model: LoadedModel) -> Calibration:
 class Driver:
     """Books and runner without the scheduler, for tests that decide themselves what runs when."""
 
-    def __init__(self, model: LoadedModel, kv: str, rule: PrefillRule = "window", pages: int = 64) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        kv: str,
+        rule: PrefillRule = "window",
+        pages: int = 64,
+        attention: str = "torch",
+    ) -> None:
         fmt = get_format(kv, sinks=4, recent=8)
         layout = PageLayout(fmt, model.geometry.head_dim)
+        choice = select_attention(Use(model.device, model.dtype, (layout,)), attention)
+        layout = replace(layout, ahead=choice.ahead)
         self.books = CacheBooks(layout, pages, 8)
         calibration = calibration_of(model) if fmt.calibrated else None
-        self.runner = Runner(model, layout, pages, 8, calibration, rule)
+        self.runner = Runner(model, layout, pages, 8, calibration, rule, choice.load())
 
     def step(self, tokens_of: dict[int, list[int]]) -> dict[int, torch.Tensor]:
         """Append tokens to sequences in one ragged batch; logits [tokens, vocab] of each."""

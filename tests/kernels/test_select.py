@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 def implementation(name, *, devices=("cpu",), reason=None, load=None, operation="rms_norm"):
     return Implementation(
-        operation, name, frozenset(devices), load or (lambda: lambda *args: name), lambda device: reason
+        operation, name, frozenset(devices), load or (lambda: lambda *args: name), lambda use: reason
     )
 
 

@@ -23,7 +23,7 @@ def stored(tmp_path):
 
 def logits_of(decoder, sequences):
     """Logits of complete sequences run as one ragged batch, one tensor per sequence."""
-    hidden = decoder.forward(ragged_inputs(sequences), cache=None)
+    hidden = decoder.forward(ragged_inputs(sequences), attention=None)
     return decoder.logits(hidden).split([len(sequence) for sequence in sequences])
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from subten.formats import PageLayout, get_format
 from subten.kernels.attention import AttentionInputs, LayerCache
 from subten.kernels.attention.device_cache import PagedLayers
-from subten.kernels.attention.triton_append import QKNorm, append_arguments, append_kernel, query_memory
+from subten.kernels.attention.inputs import QKNorm
+from subten.kernels.attention.triton_append import append_arguments, append_kernel, query_memory
 from subten.kernels.attention.triton_encode import Tile, encode_arguments, encode_kernel, side_arguments
 from subten.kernels.rope import RopeSpec, rope_table
 from support.attention import calibrated

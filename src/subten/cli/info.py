@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,13 +42,16 @@ def _show_installation() -> None:
     from rich.table import Table
 
     from subten.config import models_folder
-    from subten.engine.loading import choose_device
+    from subten.engine.loading import choose_device, choose_dtype
     from subten.engine.memory import free_memory
-    from subten.formats import FORMATS, PageLayout
-    from subten.kernels.select import select_kernels
+    from subten.formats import DEFAULT_FORMAT, FORMATS, PageLayout
+    from subten.kernels.select import CACHED_ATTENTION, Use, select_attention, select_kernels
 
     device = choose_device()
-    chosen = select_kernels(device).chosen
+    dtype = choose_dtype("auto", device)
+    layouts = {name: PageLayout(fmt, _EXAMPLE_HEAD_DIM) for name, fmt in FORMATS.items()}
+    attention = {name: select_attention(Use(device, dtype, (layout,))).name for name, layout in layouts.items()}
+    chosen = {**select_kernels(device).chosen, CACHED_ATTENTION: attention[DEFAULT_FORMAT]}
     about = _facts()
     for package in ("subten", "torch", "triton", "transformers"):
         about.add_row(package, _version(package))
@@ -63,10 +67,11 @@ def _show_installation() -> None:
     formats.add_column("name")
     for column in ("bits", "sinks", "recent"):
         formats.add_column(column, justify="right")
+    formats.add_column("attention")
     formats.add_column("")
     for name, fmt in FORMATS.items():
-        bits = PageLayout(fmt, _EXAMPLE_HEAD_DIM).coded_bits()
-        formats.add_row(name, f"{bits:.3f}", str(fmt.sinks), str(fmt.recent), fmt.summary)
+        bits = layouts[name].coded_bits()
+        formats.add_row(name, f"{bits:.3f}", str(fmt.sinks), str(fmt.recent), attention[name], fmt.summary)
     show(formats)
 
 
@@ -78,6 +83,7 @@ def _show_model(name: str) -> None:
     from subten.engine.loading import choose_device, choose_dtype
     from subten.engine.memory import free_memory
     from subten.formats import FORMATS, CacheGeometry, PageLayout
+    from subten.kernels.select import Use, select_attention
     from subten.models import count_parameters, spec_from_config
 
     device = choose_device()
@@ -111,6 +117,7 @@ def _show_model(name: str) -> None:
         table.add_column(column, justify="right")
     for name, fmt in FORMATS.items():
         layout = PageLayout(fmt, attention.head_dim)
+        layout = replace(layout, ahead=select_attention(Use(device, dtype, (layout,))).ahead)
         held = layout.cache_bytes(geometry, longest)
         fits = fitting_context(layout, geometry, free - weights, longest)
         table.add_row(

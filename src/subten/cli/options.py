@@ -39,6 +39,6 @@ def kernels(requested: Sequence[str] | None) -> dict[str, str]:
     for item in requested or ():
         operation, equals, name = item.partition("=")
         if not (operation and equals and name):
-            raise ParameterError(f"--kernel is '{item}'; it must be OPERATION=NAME, such as kv_attention=torch")
+            raise ParameterError(f"--kernel is '{item}'; it must be OPERATION=NAME, such as cached_attention=torch")
         chosen[operation] = name
     return chosen

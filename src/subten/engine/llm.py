@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from subten.engine.usage import CacheUsage
 from subten.errors import ContextLengthError, ParameterError
 from subten.formats import DEFAULT_FORMAT, KVFormat, PageLayout, get_format
 from subten.kernels.attention import PrefillRule
+from subten.kernels.select import CACHED_ATTENTION, Use, select_attention
 from subten.kvcache import CacheBooks
 
 Prompt = str | Sequence[int]
@@ -45,9 +47,9 @@ class LLM:
             of them is not computed again.
         max_kld: refuse the format if it diverges from 16 bit by more than so many nats per token on the canary
             text (canary.py); None does not look.
-        dtype: as in `load_model`; ignored, like `device` and `kernels`, for a loaded model.
+        dtype: as in `load_model`; ignored, like `device`, for a loaded model.
         device: as in `load_model`.
-        kernels: as in `load_model`.
+        kernels: as in `load_model`; for a loaded model, `cached_attention` alone counts.
         progress: called with (tensors loaded, tensors in all).
 
     Raises:
@@ -83,7 +85,11 @@ class LLM:
             model = load_model(model, dtype=dtype, device=device, kernels=kernels, progress=progress)
         self.model = model
         self.tokenizer = model.tokenizer
-        self.layout = PageLayout(self.kv, model.geometry.head_dim)
+        requested = (kernels or {}).get(CACHED_ATTENTION, model.attention)
+        layout = PageLayout(self.kv, model.geometry.head_dim)
+        attention = select_attention(Use(model.device, model.dtype, (layout,)), requested)
+        self.attention = attention.name
+        self.layout = replace(layout, ahead=attention.ahead)
         pools = plan_pools(
             self.layout,
             model.geometry,
@@ -102,7 +108,9 @@ class LLM:
             self.layout, pools.num_pages, pools.num_windows, hashlib.sha256(namespace.encode()).digest()
         )
         calibration = calibration_for(model) if self.kv.calibrated else None
-        self._runner = Runner(model, self.layout, pools.num_pages, pools.num_windows, calibration, prefill)
+        self._runner = Runner(
+            model, self.layout, pools.num_pages, pools.num_windows, calibration, prefill, attention.load()
+        )
         self._scheduler = Scheduler(self._books, self.layout, max_batch, chunk_size, prefix_cache)
         self._prefix_cache = prefix_cache
         self._usage = CacheUsage(0, 0, 0, 0)

@@ -12,7 +12,7 @@ from subten.checkpoints import open_checkpoint, resolve_model
 from subten.engine.tokenizer import Tokenizer
 from subten.errors import ParameterError
 from subten.formats import CacheGeometry
-from subten.kernels.select import Kernels, select_kernels
+from subten.kernels.select import CACHED_ATTENTION, Kernels, select_kernels
 from subten.models.decoder import Decoder
 from subten.models.families import spec_from_config
 from subten.models.spec import DecoderSpec
@@ -39,6 +39,8 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
+    attention: str | None = None
+    """The implementation of `cached_attention` that its caches insist on, if any."""
 
     @property
     def geometry(self) -> CacheGeometry:
@@ -60,7 +62,7 @@ def load_model(
         model: a folder, a .gguf file, or the name of a shipped or pulled model.
         dtype: compute type; "auto" is float32 on a CPU and bfloat16 on a GPU.
         device: "auto" takes a GPU where there is one.
-        kernels: operation -> implementation, to insist on one.
+        kernels: operation -> implementation, to insist on one; `cached_attention` is chosen with a cache.
         progress: called with (tensors loaded, tensors in all).
 
     Raises:
@@ -83,6 +85,7 @@ def load_model(
         dtype=compute,
         device=target,
         kernels=chosen,
+        attention=(kernels or {}).get(CACHED_ATTENTION),
     )
 
 

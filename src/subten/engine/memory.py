@@ -103,4 +103,6 @@ def _context_for(num_pages: int, layout: PageLayout) -> int:
     if num_pages < 0:
         return 0
     fmt = layout.format
-    return fmt.sinks + fmt.recent + num_pages * PAGE_SIZE + fmt.granularity - 1
+    fitting = fmt.sinks + fmt.recent + num_pages * PAGE_SIZE + fmt.granularity - 1
+    # What is coded ahead lies in the window still: without one there is nothing, and by the page nothing is.
+    return fitting if fmt.granularity > 1 else fitting - min(layout.ahead, fmt.recent)

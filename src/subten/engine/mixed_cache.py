@@ -1,12 +1,12 @@
 """A cache that is in one format in some layers and in 16 bit in the others: to see where a format's loss comes from.
 
-The attention operations take each layer's cache with its own page layout, so layers need not be alike to them. What
-an `LLM` adds (books, batches, prefixes) plays no part here: a sequence of its own fills pages 0, 1, 2 ...
+Two caches, each with an attention of its own: the layers in the format, and the others. What an `LLM` adds (books,
+batches, prefixes) plays no part here: a sequence of its own fills pages 0, 1, 2 ... of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,9 @@ from subten.engine.layer_cache import layer_cache
 from subten.engine.loading import LoadedModel
 from subten.engine.usage import CacheUsage
 from subten.formats import KVFormat, PageLayout, get_format
-from subten.kernels.attention import AttentionInputs
+from subten.kernels.attention import AttentionInputs, PagedAttention, QKNorm
+from subten.kernels.rope import RopeTable
+from subten.kernels.select import Use, select_attention
 from subten.kvcache import CacheStorage
 from subten.models.decoder import StepInputs
 
@@ -48,13 +50,29 @@ class MixedCacheScorer:
         self._length = 0
         geometry, wide = replace(model.geometry, num_layers=1), get_format(WIDE_FORMAT)
         calibration = calibration_for(model) if kv.calibrated and layers else None
-        self._caches, pages = [], 1
-        for index in range(model.geometry.num_layers):
-            layout = PageLayout(kv if index in layers else wide, geometry.head_dim)
+        every = range(model.geometry.num_layers)
+        self._layouts: dict[int, PageLayout] = {}
+        attention: dict[int, tuple[PagedAttention, int]] = {}
+        pages = 1
+        for fmt, requested in ((kv, model.attention), (wide, None)):
+            indices = [index for index in every if (index in layers) == (fmt is kv)]
+            if not indices:
+                continue
+            layout = PageLayout(fmt, geometry.head_dim)
+            choice = select_attention(Use(model.device, model.dtype, (layout,)), requested)
+            layout = replace(layout, ahead=choice.ahead)
             count = layout.pages_for(context)
-            memory = CacheStorage(layout, geometry, count, 1, model.device).layer(0)
-            self._caches.append(layer_cache(model, index, memory, layout, calibration))
+            storage = CacheStorage(layout, replace(geometry, num_layers=len(indices)), count, 1, model.device)
+            built = choice.load()(
+                [
+                    layer_cache(model, index, storage.layer(place), layout, calibration)
+                    for place, index in enumerate(indices)
+                ]
+            )
+            attention |= {index: (built, place) for place, index in enumerate(indices)}
+            self._layouts |= dict.fromkeys(indices, layout)
             pages = max(pages, count)
+        self._attention = _ByFormat(attention)
         self._block_table = torch.arange(pages, dtype=torch.int32, device=model.device)[None]
 
     def score(self, token_ids: Sequence[int], decode_tail: int = 0) -> Generator[Tensor, None, None]:
@@ -69,7 +87,7 @@ class MixedCacheScorer:
         """What the layers of the latest step hold together."""
         geometry = self._model.geometry
         one_layer = replace(geometry, num_layers=1)
-        held = sum(cache.layout.cache_bytes(one_layer, self._length) for cache in self._caches)
+        held = sum(layout.cache_bytes(one_layer, self._length) for layout in self._layouts.values())
         elements = geometry.elements(self._length)
         return CacheUsage(self._length, elements, held, 2 * elements)
 
@@ -85,4 +103,33 @@ class MixedCacheScorer:
             positions=torch.arange(start, start + len(token_ids), device=device),
             attention=AttentionInputs(int32(0, len(token_ids)), int32(start), self._block_table, int32(0)),
         )
-        return self._model.decoder.logits(self._model.decoder.forward(inputs, self._caches))
+        hidden = self._model.decoder.forward(inputs, self._attention)
+        self._attention.finish(inputs.attention)
+        return self._model.decoder.logits(hidden)
+
+
+class _ByFormat:
+    """`PagedAttention` of layers that belong to different caches: which of them, and as which of its layers."""
+
+    def __init__(self, layers: Mapping[int, tuple[PagedAttention, int]]) -> None:
+        self._layers = layers
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        inputs: AttentionInputs,
+        *,
+        positions: Tensor,
+        scale: float,
+        norm: QKNorm | None,
+        rope: RopeTable | None,
+    ) -> Tensor:
+        attention, place = self._layers[layer]
+        return attention.attend(place, q, k, v, inputs, positions=positions, scale=scale, norm=norm, rope=rope)
+
+    def finish(self, inputs: AttentionInputs) -> None:
+        for attention in {id(attention): attention for attention, _ in self._layers.values()}.values():
+            attention.finish(inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from subten.engine.calibrate import Calibration
 from subten.engine.layer_cache import layer_cache
 from subten.engine.loading import LoadedModel
 from subten.formats import PageLayout
-from subten.kernels.attention import AttentionInputs, PrefillRule
+from subten.kernels.attention import AttentionInputs, LayerCache, PagedAttention, PrefillRule
 from subten.kvcache import AppendPlan, CacheStorage, CopyPlan
 from subten.models.decoder import StepInputs
 
@@ -35,6 +35,7 @@ class Runner:
         num_windows: window slots to allocate.
         calibration: of the model; needed where the format is a calibrated one.
         rule: what a prefill sees of its own chunk.
+        attention: makes the attention over the cache.
     """
 
     def __init__(
@@ -45,13 +46,16 @@ class Runner:
         num_windows: int,
         calibration: Calibration | None,
         rule: PrefillRule,
+        attention: Callable[[Sequence[LayerCache]], PagedAttention],
     ) -> None:
         self._model = model
         self._rule = rule
         self.storage = CacheStorage(layout, model.geometry, num_pages, num_windows, model.device)
-        self._layers = tuple(
-            layer_cache(model, index, self.storage.layer(index), layout, calibration)
-            for index in range(model.geometry.num_layers)
+        self._attention = attention(
+            [
+                layer_cache(model, index, self.storage.layer(index), layout, calibration)
+                for index in range(model.geometry.num_layers)
+            ]
         )
 
     def copy(self, copies: CopyPlan) -> None:
@@ -72,7 +76,8 @@ class Runner:
         for work in batch:
             self.storage.apply(work.plan.copies)
         inputs = self._inputs(batch)
-        hidden = self._model.decoder.forward(inputs, self._layers)
+        hidden = self._model.decoder.forward(inputs, self._attention)
+        self._attention.finish(inputs.attention)
         if not all_logits:
             hidden = hidden[inputs.attention.query_start[1:].long() - 1]
         return self._model.decoder.logits(hidden)

@@ -47,7 +47,13 @@ class Plane:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The record of one page, layer and KV head for a format and head_dim.
+    """The record of one page, layer and KV head for a format and head_dim; and how many of them a sequence takes.
+
+    Attributes:
+        format: the format.
+        head_dim: channels of a head.
+        ahead: steps before a token leaves the window in which its codes are written: 1 where the kernels of a GPU do
+            it, 0 where a page is there in time for the token that leaves. No byte of a record depends on it.
 
     Raises:
         UnknownFormatError: head_dim is not a multiple of 16.
@@ -55,6 +61,7 @@ class PageLayout:
 
     format: KVFormat
     head_dim: int
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         if self.head_dim <= 0 or self.head_dim % HEAD_DIM_MULTIPLE:
@@ -108,7 +115,11 @@ class PageLayout:
 
     def pages_for(self, length: int) -> int:
         """Pages of a sequence of `length` tokens."""
-        return -(-self.format.coded_tokens(length) // PAGE_SIZE)
+        return -(-self.tokens_in_pages(length) // PAGE_SIZE)
+
+    def tokens_in_pages(self, length: int) -> int:
+        """Tokens of a sequence of `length` that its pages have room for."""
+        return self.format.tokens_in_pages(length, self.ahead)
 
     def cache_bytes(self, geometry: CacheGeometry, length: int, batch: int = 1) -> int:
         """Bytes that `batch` sequences of `length` tokens hold: pages and windows, nothing left out."""

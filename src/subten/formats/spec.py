@@ -131,6 +131,13 @@ class KVFormat:
         leaving = max(0, length - self.sinks - self.recent)
         return leaving - leaving % self.granularity
 
+    def tokens_in_pages(self, length: int, ahead: int) -> int:
+        """Tokens that pages must have room for once `length` tokens were appended: those of `coded_tokens`, and those
+        of the next `ahead` steps as far as they are there already and tokens are coded one by one."""
+        if self.granularity > 1:
+            return self.coded_tokens(length)
+        return min(self.coded_tokens(length + ahead), max(0, length - self.sinks))
+
     def with_windows(self, sinks: int | None = None, recent: int | None = None) -> KVFormat:
         """The same format with other windows. Formats that code nothing have none and ignore the request."""
         if self.lossless:

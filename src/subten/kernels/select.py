@@ -1,11 +1,15 @@
-"""Choosing an implementation for every operation, once, when a model is built."""
+"""Choosing an implementation for every operation, once: when a model is built, and of the attention over a cache when
+the cache is allocated, as it depends on how the cache is laid out."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
@@ -13,10 +17,30 @@ import torch
 from torch import Tensor
 
 from subten.errors import KernelUnavailableError
-from subten.kernels.attention.inputs import AttentionInputs, LayerCache, WideTokens
+from subten.formats.layout import PageLayout
+from subten.kernels.attention.device_cache import CODED_AHEAD, gluon_refusal, refusal
 from subten.kernels.moe.inputs import MoEWeights
 
 log = logging.getLogger(__name__)
+
+CACHED_ATTENTION = "cached_attention"
+"""The operation that `select_attention` chooses: attention of all layers over one cache. Its function takes one
+`LayerCache` per layer and returns a `PagedAttention`."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What an implementation is wanted for.
+
+    Attributes:
+        device: where the tensors are.
+        dtype: of the activations; None where that is not known yet.
+        layouts: of the pages of a cache; none for operations that see no cache, or where it is not known yet.
+    """
+
+    device: torch.device
+    dtype: torch.dtype | None = None
+    layouts: tuple[PageLayout, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -24,44 +48,76 @@ class Implementation:
     """One way to compute one operation."""
 
     operation: str
-    """The attribute of `Kernels` that it can fill."""
+    """One of `OPERATIONS`."""
     name: str
     """"torch" for the reference; otherwise what it is written in."""
     devices: frozenset[str]
     """torch device types it is written for."""
     load: Callable[[], Callable[..., Any]]
     """Imports its module and returns the function: called only for the implementation that was chosen."""
-    unavailable: Callable[[torch.device], str | None]
-    """Why it can't run on this device (of a type in `devices`), or None when it can."""
+    unavailable: Callable[[Use], str | None]
+    """Why it can't be used so (on a device of a type in `devices`), or None when it can."""
+    ahead: int = 0
+    """`PageLayout.ahead` of the caches it writes to."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The chosen implementation of each operation; the signatures are those of the torch references."""
+    """The chosen implementation of each operation of a model; the signatures are those of the torch references."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     moe: Callable[[Tensor, MoEWeights], Tensor]
-    kv_append: Callable[[Tensor, Tensor, LayerCache, AttentionInputs], tuple[WideTokens, ...]]
-    kv_attention: Callable[[Tensor, tuple[WideTokens, ...], LayerCache, AttentionInputs, float], Tensor]
     dense_attention: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
     chosen: Mapping[str, str]
     """Operation -> name of its implementation."""
 
 
-OPERATIONS: tuple[str, ...] = tuple(field.name for field in fields(Kernels) if field.name != "chosen")
+_OF_MODEL = tuple(field.name for field in fields(Kernels) if field.name != "chosen")
+OPERATIONS: tuple[str, ...] = (*_OF_MODEL, CACHED_ATTENTION)
+
+
+def _load(path: str) -> Callable[..., Any]:
+    module, function = path.rsplit(".", 1)
+    loaded: Callable[..., Any] = getattr(import_module(module), function)
+    return loaded
 
 
 def _reference(operation: str, path: str) -> Implementation:
-    module, function = path.rsplit(".", 1)
     return Implementation(
         operation=operation,
         name="torch",
         devices=frozenset({"cpu", "cuda"}),
-        load=lambda: getattr(import_module(module), function),
-        unavailable=lambda _device: None,
+        load=partial(_load, path),
+        unavailable=lambda _use: None,
     )
+
+
+_TRITON_PAGED = "subten.kernels.attention.triton_paged.TritonPagedAttention"
+_GLUON_DECODE = "subten.kernels.attention.gluon_decode.attend_decode"
+
+
+def _attention(name: str, device: str, load: Callable[[], Any], unavailable: Callable[[Use], str | None]) -> Any:
+    return Implementation(CACHED_ATTENTION, name, frozenset({device}), load, unavailable, CODED_AHEAD)
+
+
+def _no_triton(use: Use) -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if use.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "on a CPU it runs in Triton's interpreter only, for tests (TRITON_INTERPRET=1)"
+    if use.device.type == "cuda" and torch.cuda.get_device_capability(use.device) < (8, 0):
+        return "it needs compute capability 8.0 or more"
+    if use.dtype == torch.float64:
+        return "it computes in float32, and the model in float64"
+    return next((reason for reason in map(refusal, use.layouts) if reason), None)
+
+
+def _no_gluon(use: Use) -> str | None:
+    if torch.cuda.get_device_capability(use.device) != (9, 0):
+        return "it is written for compute capability 9.0"
+    return _no_triton(use) or next((reason for reason in map(gluon_refusal, use.layouts) if reason), None)
 
 
 REGISTRY: tuple[Implementation, ...] = (
@@ -69,19 +125,23 @@ REGISTRY: tuple[Implementation, ...] = (
     _reference("rope", "subten.kernels.rope.rope_reference"),
     _reference("linear", "subten.kernels.linear.linear_reference"),
     _reference("moe", "subten.kernels.moe.reference.moe_reference"),
-    _reference("kv_append", "subten.kernels.attention.append.append_reference"),
-    _reference("kv_attention", "subten.kernels.attention.attend.attend_reference"),
     _reference("dense_attention", "subten.kernels.attention.dense.dense_attention_reference"),
+    _attention("gluon", "cuda", lambda: partial(_load(_TRITON_PAGED), decode=_load(_GLUON_DECODE)), _no_gluon),
+    _attention("triton", "cuda", partial(_load, _TRITON_PAGED), _no_triton),
+    _reference(CACHED_ATTENTION, "subten.kernels.attention.paged.TorchPagedAttention"),
+    # Behind the reference, as it is a thousand times slower: it runs on a CPU where it is asked for.
+    _attention("triton", "cpu", partial(_load, _TRITON_PAGED), _no_triton),
 )
 """Every implementation; of one operation, in order of preference."""
 
 
 def select_kernels(device: torch.device, requested: Mapping[str, str] | None = None) -> Kernels:
-    """Choose the first implementation of each operation that can run on `device`.
+    """Choose the first implementation of each operation of a model that can run on `device`.
 
     `requested` maps operations to implementation names. A requested implementation is used or refused, never
     replaced: `KernelUnavailableError` says why it can't run, or which names exist. The choice is logged at
-    level info, with the reason for every implementation that was passed over.
+    level info, with the reason for every implementation that was passed over. A request for `cached_attention` is
+    only checked here, as far as it can be without a cache.
     """
     requested = requested or {}
     for operation in requested:
@@ -89,30 +149,50 @@ def select_kernels(device: torch.device, requested: Mapping[str, str] | None = N
             raise KernelUnavailableError(
                 f"there is no operation {operation!r} to choose a kernel for, only {', '.join(OPERATIONS)}"
             )
-    chosen = {operation: _choose(operation, device, requested.get(operation)) for operation in OPERATIONS}
+    use = Use(device)
+    if CACHED_ATTENTION in requested:
+        _choose(CACHED_ATTENTION, use, requested[CACHED_ATTENTION])
+    chosen = {operation: _logged(operation, use, requested.get(operation)) for operation in _OF_MODEL}
     functions: dict[str, Any] = {operation: choice.load() for operation, choice in chosen.items()}
     names = MappingProxyType({operation: choice.name for operation, choice in chosen.items()})
     return Kernels(**functions, chosen=names)
 
 
-def _choose(operation: str, device: torch.device, name: str | None) -> Implementation:
+def select_attention(use: Use, requested: str | None = None) -> Implementation:
+    """Choose the attention over a cache: the first implementation that serves all its layouts, or the requested one.
+
+    The choice is logged as those of `select_kernels` are.
+
+    Raises:
+        KernelUnavailableError: the requested implementation can't be used so, or does not exist.
+    """
+    return _logged(CACHED_ATTENTION, use, requested)
+
+
+def _logged(operation: str, use: Use, name: str | None) -> Implementation:
+    entry, passed_over = _choose(operation, use, name)
+    log.info("%s on %s: %s%s", operation, use.device, entry.name, "".join(f" ({r})" for r in passed_over))
+    return entry
+
+
+def _choose(operation: str, use: Use, name: str | None) -> tuple[Implementation, list[str]]:
+    """An implementation, and why others were passed over."""
     candidates = [entry for entry in REGISTRY if entry.operation == operation]
     if name is not None:
-        existing = ", ".join(entry.name for entry in candidates)
+        existing = ", ".join(dict.fromkeys(entry.name for entry in candidates))
         candidates = [entry for entry in candidates if entry.name == name]
         if not candidates:
             raise KernelUnavailableError(f"there is no {operation} kernel {name!r}; there are {existing}")
     passed_over: list[str] = []
     for entry in candidates:
-        reason = _why_not(entry, device)
+        reason = _why_not(entry, use)
         if reason is None:
-            log.info("%s on %s: %s%s", operation, device, entry.name, "".join(f" ({r})" for r in passed_over))
-            return entry
+            return entry, passed_over
         passed_over.append(f"not {entry.name}: {reason}")
-    raise KernelUnavailableError(f"no {operation} kernel can run on {device}: {'; '.join(passed_over)}")
+    raise KernelUnavailableError(f"no {operation} kernel can run on {use.device}: {'; '.join(passed_over)}")
 
 
-def _why_not(entry: Implementation, device: torch.device) -> str | None:
-    if device.type not in entry.devices:
+def _why_not(entry: Implementation, use: Use) -> str | None:
+    if use.device.type not in entry.devices:
         return f"it is written for {' and '.join(sorted(entry.devices))} devices"
-    return entry.unavailable(device)
+    return entry.unavailable(use)

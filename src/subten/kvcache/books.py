@@ -109,7 +109,7 @@ class CacheBooks:
         """
         state = self._sequences[sequence]
         length = state.length + len(tokens)
-        before, after = self.format.coded_tokens(state.length), self.format.coded_tokens(length)
+        before, after = (self._layout.tokens_in_pages(tokens_held) for tokens_held in (state.length, length))
         shared = before % PAGE_SIZE and after > before and self.pages.references(state.pages[-1]) > 1
         missing = self._layout.pages_for(length) - len(state.pages)
         fresh = self._allocate(self.pages, missing + bool(shared))

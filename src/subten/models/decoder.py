@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subten.kernels.attention.inputs import AttentionInputs, LayerCache
+from subten.kernels.attention.inputs import AttentionInputs, QKNorm
+from subten.kernels.attention.paged import PagedAttention
 from subten.kernels.moe.inputs import MoEWeights
 from subten.kernels.rope import rope_table
 from subten.kernels.select import Kernels
@@ -17,7 +19,7 @@ from subten.models.spec import DecoderSpec
 from subten.models.weight_tree import AttentionWeights, DenseWeights, LinearWeights, ModelWeights
 
 Observer = Callable[[int, Tensor, Tensor, Tensor], None]
-"""``observe(layer, q, k, v)`` sees what attention is given; calibration uses it."""
+"""``observe(layer, q, k, v)`` sees what attention without a cache is given; calibration uses it."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +45,19 @@ class Decoder:
         self.rope = rope_table(spec.rope, spec.max_positions, weights.embedding.device)
 
     def forward(
-        self, inputs: StepInputs, cache: Sequence[LayerCache] | None, observe: Observer | None = None
+        self, inputs: StepInputs, attention: PagedAttention | None, observe: Observer | None = None
     ) -> Tensor:
         """Run one step; returns the hidden states after the final norm, [tokens, hidden], in the weights' dtype.
 
-        With a cache (one entry per layer), the step's keys and values are appended to it and attention reads the
-        history from it. Without, every sequence is complete in this step.
+        With attention over a cache, the step's keys and values are appended to it and the history is read from it;
+        whoever runs the step calls `finish` when nothing more of it is to come. Without, every sequence is complete
+        in this step.
         """
         hidden = F.embedding(inputs.token_ids, self.weights.embedding) * self.spec.embedding_multiplier
-        cos_sin = self.rope.at(inputs.positions)
+        attend = partial(self._attend_dense, observe) if attention is None else partial(self._attend_paged, attention)
         for index, layer in enumerate(self.weights.layers):
-            q, k, v = self._project(self._norm(hidden, layer.input_norm), layer.attention, cos_sin)
-            if observe is not None:
-                observe(index, q, k, v)
-            attended = self._attend(q, k, v, inputs.attention, None if cache is None else cache[index])
+            q, k, v, norm = self._project(self._norm(hidden, layer.input_norm), layer.attention)
+            attended = attend(index, q, k, v, norm, inputs)
             hidden = self._add(hidden, self._linear(attended.flatten(1), layer.attention.o))
             normed = self._norm(hidden, layer.post_attention_norm)
             hidden = self._add(hidden, self._feed_forward(normed, layer.feed_forward))
@@ -66,26 +67,60 @@ class Decoder:
         """Scores of every token of the vocabulary, float32 [n, vocab], from hidden states [n, hidden]."""
         return self.kernels.linear(hidden, self.weights.output, None).float() / self.spec.logits_divisor
 
-    def _project(
-        self, x: Tensor, weights: AttentionWeights, cos_sin: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [tokens, num_heads, head_dim], keys and values [tokens, num_kv_heads, head_dim]."""
+    def _project(self, x: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor, Tensor, QKNorm | None]:
+        """Queries [tokens, num_heads, head_dim], keys and values [tokens, num_kv_heads, head_dim]; and the norm of
+        queries and keys, where that is left to attention: it can be where nothing comes between it and RoPE."""
         q, k, v = self._linear(x, weights.q), self._linear(x, weights.k), self._linear(x, weights.v)
+        head_dim, limit = self.spec.attention.head_dim, self.spec.attention.clip_qkv
+        norm: QKNorm | None = None
         if weights.q_norm is not None and weights.k_norm is not None:
-            q, k = self._norm_groups(q, weights.q_norm), self._norm_groups(k, weights.k_norm)
-        if self.spec.attention.clip_qkv is not None:
-            limit = self.spec.attention.clip_qkv
+            norm = QKNorm(weights.q_norm, weights.k_norm, self.spec.norm_eps)
+            if limit is not None or not len(norm.q_weight) == len(norm.k_weight) == head_dim:
+                q, k = self._norm_groups(q, k, norm)
+                norm = None
+        if limit is not None:
             q, k, v = (tensor.clamp(-limit, limit) for tensor in (q, k, v))
-        q, k, v = (tensor.view(len(x), -1, self.spec.attention.head_dim) for tensor in (q, k, v))
-        q, k = self.kernels.rope(q, k, *cos_sin)
-        return q, k, v
+        q, k, v = (tensor.view(len(x), -1, head_dim) for tensor in (q, k, v))
+        return q, k, v, norm
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, cache: LayerCache | None) -> Tensor:
-        scale = self.spec.attention.scale
-        if cache is None:
-            return self.kernels.dense_attention(q, k, v, inputs.query_start, scale)
-        wide = self.kernels.kv_append(k, v, cache, inputs)
-        return self.kernels.kv_attention(q, wide, cache, inputs, scale)
+    def _attend_paged(
+        self,
+        attention: PagedAttention,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norm: QKNorm | None,
+        inputs: StepInputs,
+    ) -> Tensor:
+        return attention.attend(
+            layer,
+            q,
+            k,
+            v,
+            inputs.attention,
+            positions=inputs.positions,
+            scale=self.spec.attention.scale,
+            norm=norm,
+            rope=self.rope,
+        )
+
+    def _attend_dense(
+        self,
+        observe: Observer | None,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norm: QKNorm | None,
+        inputs: StepInputs,
+    ) -> Tensor:
+        if norm is not None:
+            q, k = self._norm_groups(q, k, norm)
+        q, k = self.kernels.rope(q, k, *self.rope.at(inputs.positions))
+        if observe is not None:
+            observe(layer, q, k, v)
+        return self.kernels.dense_attention(q, k, v, inputs.attention.query_start, self.spec.attention.scale)
 
     def _feed_forward(self, x: Tensor, weights: DenseWeights | MoEWeights) -> Tensor:
         if isinstance(weights, MoEWeights):
@@ -99,9 +134,13 @@ class Decoder:
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, weight, self.spec.norm_eps)
 
-    def _norm_groups(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Normalise groups of as many channels as the weight has: heads, or all heads as one group."""
-        return self._norm(x.view(len(x), -1, len(weight)), weight).view_as(x)
+    def _norm_groups(self, q: Tensor, k: Tensor, norm: QKNorm) -> tuple[Tensor, Tensor]:
+        """Normalise groups of as many channels as the weights have: heads, or all heads as one group."""
+        q, k = (
+            self._norm(x.view(len(x), -1, len(weight)), weight).view_as(x)
+            for x, weight in ((q, norm.q_weight), (k, norm.k_weight))
+        )
+        return q, k
 
     def _add(self, residual: Tensor, x: Tensor) -> Tensor:
         return torch.add(residual, x, alpha=self.spec.residual_multiplier)

@@ -19,7 +19,8 @@ from subten.formats.coding import TensorCoding
 from subten.kernels.attention import AttentionInputs, LayerCache, MeanKey
 from subten.kernels.attention.attend import attend_reference
 from subten.kernels.attention.device_cache import PagedLayers, refusal, tokens_in_pages
-from subten.kernels.attention.triton_append import DecodeQuery, QKNorm, append_chunk, append_decode, append_triton
+from subten.kernels.attention.inputs import QKNorm
+from subten.kernels.attention.triton_append import DecodeQuery, append_chunk, append_decode, append_triton
 from subten.kernels.attention.triton_encode import Tile, encode_leaving, encode_tokens
 from subten.kernels.norm import rms_norm_reference
 from subten.kernels.rope import RopeSpec, rope_reference, rope_table

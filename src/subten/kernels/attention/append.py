@@ -1,4 +1,4 @@
-"""Reference of `kv_append`: new tokens into the windows, leaving tokens into their pages."""
+"""Reference of the append: new tokens into the windows, leaving tokens into their pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of `kv_attention`: queries over quantised pages and 16-bit windows, block by block.
+"""Reference of the attention over a cache: queries over quantised pages and 16-bit windows, block by block.
 
 At most `BLOCK_TOKENS` keys of one sequence and layer are decoded at a time; the history as a whole never exists
 in 16 bit. The pages are read in the format's coded space: the query is rotated once, and the result is rotated
@@ -34,7 +34,7 @@ def attend_reference(
     Args:
         q: [tokens, num_heads, head_dim], after q/k norm and RoPE; head h reads KV head h // (num_heads /
             num_kv_heads).
-        wide: what `kv_append` returned for this step.
+        wide: what `append_reference` returned for this step.
         cache: the layer's cache, this step's tokens appended.
         inputs: the batch.
         scale: factor of q . k.

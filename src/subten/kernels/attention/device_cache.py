@@ -27,6 +27,8 @@ from subten.kernels.attention.inputs import LayerCache, MeanKey
 from subten.kernels.rope import RopeTable
 
 MAX_HEAD_DIM = 256
+CODED_AHEAD = 1
+"""`PageLayout.ahead` of a cache that device kernels write."""
 
 
 def refusal(layout: PageLayout) -> str | None:
@@ -44,6 +46,14 @@ def refusal(layout: PageLayout) -> str | None:
     return None
 
 
+def gluon_refusal(layout: PageLayout) -> str | None:
+    """Why the Gluon kernel does not serve a layout, or None where it does."""
+    fmt = layout.format
+    if all(_served(side) and side.bits == 2 and side.affine == "packed" for side in (fmt.key, fmt.value)):
+        return refusal(layout)
+    return f"the gluon kernel serves kv2 and kv2-plain, not the KV format '{fmt.name}'"
+
+
 def _served(fmt: TensorFormat) -> bool:
     if fmt.group is not None or fmt.by_page:
         return False
@@ -58,7 +68,7 @@ def tokens_in_pages(length: int, fmt: KVFormat) -> int:
     One more than `fmt.coded_tokens`: the token that leaves the window in the next step, which is all that a GPU
     codes ahead. Without a window there is none.
     """
-    return min(fmt.coded_tokens(length + 1), max(0, length - fmt.sinks))
+    return fmt.tokens_in_pages(length, CODED_AHEAD)
 
 
 @dataclass(frozen=True)

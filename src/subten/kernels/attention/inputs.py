@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from subten.formats.coding import LayerCoding
@@ -51,6 +52,15 @@ class LayerCache:
 
 
 @dataclass(frozen=True)
+class QKNorm:
+    """Root-mean-square norm of each head of q and k; weights [head_dim]."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
 class AttentionInputs:
     """One ragged batch of a step; the tokens of all sequences are concatenated.
 
@@ -80,6 +90,36 @@ class AttentionInputs:
                 zip(pairwise(starts), self.context_len.tolist(), self.window_slot.tolist(), strict=True)
             )
         )
+
+    @cached_property
+    def parts(self) -> tuple[BatchPart, BatchPart]:
+        """The sequences with one new token, and those with more; computed once per step, not per layer."""
+        lone = [step.end - step.start == 1 for step in self.sequences]
+        return self._part(lone), self._part([not one for one in lone])
+
+    def _part(self, members: list[bool]) -> BatchPart:
+        device = self.query_start.device
+        steps = [step for step, member in zip(self.sequences, members, strict=True) if member]
+        starts = [0, *accumulate(step.end - step.start for step in steps)]
+        rows = torch.tensor([row for step in steps for row in range(step.start, step.end)], device=device)
+        member = torch.tensor(members, device=device)
+        return BatchPart(
+            rows.long(),
+            AttentionInputs(
+                torch.tensor(starts, dtype=torch.int32, device=device),
+                self.context_len[member],
+                self.block_table[member],
+                self.window_slot[member],
+                self.rule,
+            ),
+        )
+
+
+class BatchPart(NamedTuple):
+    """Some sequences of a batch: their rows on the batch's token axis (int64), and they as a batch of their own."""
+
+    rows: Tensor
+    inputs: AttentionInputs
 
 
 class SequenceStep(NamedTuple):

@@ -37,7 +37,7 @@ from subten.kernels.attention.append import _window_moves
 from subten.kernels.attention.device_cache import PagedLayers, tokens_in_pages
 from subten.kernels.attention.gluon_plan import head_tiles
 from subten.kernels.attention.gluon_tables import Q_STEPS
-from subten.kernels.attention.inputs import AttentionInputs, LayerCache, SequenceStep, WideTokens
+from subten.kernels.attention.inputs import AttentionInputs, LayerCache, QKNorm, SequenceStep, WideTokens
 from subten.kernels.attention.triton_encode import encode_tokens, to_f16
 from subten.kernels.rope import RopeTable
 
@@ -48,15 +48,6 @@ _Q_STEPS = tl.constexpr(Q_STEPS)
 _TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 """Added and taken away again, it rounds a float32 of less than 2^22 to the nearest integer."""
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@dataclass(frozen=True)
-class QKNorm:
-    """Root-mean-square norm of each head of q and k; weights [head_dim]."""
-
-    q_weight: Tensor
-    k_weight: Tensor
-    eps: float
 
 
 @dataclass(frozen=True)

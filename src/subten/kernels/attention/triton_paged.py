@@ -1,0 +1,133 @@
+"""Attention of all layers over one cache by the Triton kernels.
+
+A sequence with one new token is decoded: append, query and RoPE in one launch per layer, attention in one more, and
+once per step the launch that codes what leaves next, for all layers. A sequence with more new tokens is a chunk. A
+batch of both is cut in two, so that what a sequence gets does not depend on the kind of its companions.
+
+A step that only decodes is known by its shapes. It reads nothing back to the host, and a CUDA graph can capture it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from torch import Tensor
+
+from subten.kernels.attention.device_cache import PagedLayers
+from subten.kernels.attention.inputs import AttentionInputs, LayerCache, QKNorm, WideTokens
+from subten.kernels.attention.paged import norm_and_rotate
+from subten.kernels.attention.triton_append import DecodeQuery, append_chunk, append_decode
+from subten.kernels.attention.triton_encode import encode_leaving
+from subten.kernels.rope import RopeTable
+
+AttendDecode = Callable[[DecodeQuery, PagedLayers, AttentionInputs, float], Tensor]
+"""``attend_decode(query, layer, inputs, scale)``: of a decode step, [batch, num_heads, head_dim] in q's dtype."""
+
+AttendPrefill = Callable[[Tensor, tuple[WideTokens, ...], PagedLayers, AttentionInputs, float], Tensor]
+"""``attend_prefill(q, wide, layer, inputs, scale)``: of chunks, [tokens, num_heads, head_dim] in q's dtype."""
+
+
+class TritonPagedAttention:
+    """`PagedAttention` of device kernels.
+
+    Args:
+        caches: of the layers. Layers that share their allocations and their layout, as those of one cache do, are
+            coded in one launch.
+        decode: attention of a decode step; by default the Triton kernel.
+        prefill: attention of chunks; by default the Triton kernel.
+
+    Raises:
+        KernelUnavailableError: the kernels do not serve a format or head_dim.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[LayerCache],
+        decode: AttendDecode | None = None,
+        prefill: AttendPrefill | None = None,
+    ) -> None:
+        package = "subten.kernels.attention"
+        self._decode: AttendDecode = decode or import_module(f"{package}.triton_decode").attend_decode
+        self._prefill: AttendPrefill = prefill or import_module(f"{package}.triton_prefill").attend_prefill
+        members: dict[object, list[int]] = {}
+        for index, cache in enumerate(caches):
+            key = cache.layout, cache.pages.untyped_storage().data_ptr(), cache.windows.untyped_storage().data_ptr()
+            members.setdefault(key, []).append(index)
+        self._groups = [PagedLayers.of([caches[index] for index in group]) for group in members.values()]
+        views = {
+            index: layers.layer(place)
+            for layers, group in zip(self._groups, members.values(), strict=True)
+            for place, index in enumerate(group)
+        }
+        self._layers = [views[index] for index in range(len(caches))]
+        self._decoded: AttentionInputs | None = None  # of the step that `attend` is in
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        inputs: AttentionInputs,
+        *,
+        positions: Tensor,
+        scale: float,
+        norm: QKNorm | None,
+        rope: RopeTable | None,
+    ) -> Tensor:
+        """See `PagedAttention.attend`."""
+        of_layer = self._layers[layer]
+        # Every sequence has one token at least: as many tokens as sequences are one for each.
+        if len(q) == len(inputs.context_len):
+            self._decoded = inputs
+            return self._attend_decode(q, k, v, of_layer, inputs, scale, norm, rope)
+        decoding, chunks = inputs.parts
+        if not len(decoding.rows):
+            self._decoded = None
+            return self._attend_chunks(q, k, v, of_layer, inputs, positions, scale, norm, rope)
+        self._decoded = decoding.inputs
+        out = q.new_empty(q.shape)
+        ones, more = decoding.rows, chunks.rows
+        out[ones] = self._attend_decode(q[ones], k[ones], v[ones], of_layer, decoding.inputs, scale, norm, rope)
+        out[more] = self._attend_chunks(
+            q[more], k[more], v[more], of_layer, chunks.inputs, positions[more], scale, norm, rope
+        )
+        return out
+
+    def finish(self, inputs: AttentionInputs) -> None:  # noqa: ARG002
+        """Code what leaves the windows of decoded sequences next. Chunks have coded theirs already."""
+        for layers in self._groups:
+            # Where no window holds tokens back, `append_decode` has coded the step's own.
+            if self._decoded is not None and layers.layout.format.recent:
+                encode_leaving(layers, self._decoded)
+
+    def _attend_decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: PagedLayers,
+        inputs: AttentionInputs,
+        scale: float,
+        norm: QKNorm | None,
+        rope: RopeTable | None,
+    ) -> Tensor:
+        query = append_decode(q, k, v, layer, inputs, norm=norm, rope=rope)
+        return self._decode(query, layer, inputs, scale)
+
+    def _attend_chunks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: PagedLayers,
+        inputs: AttentionInputs,
+        positions: Tensor,
+        scale: float,
+        norm: QKNorm | None,
+        rope: RopeTable | None,
+    ) -> Tensor:
+        q, k = norm_and_rotate(q, k, positions, norm, rope)
+        wide = append_chunk(k, v, layer, inputs)
+        return self._prefill(q, wide, layer, inputs, scale)
