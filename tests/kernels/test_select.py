@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from subten.errors import KernelUnavailableError
-from subten.kernels import OPERATIONS, REGISTRY, Implementation, select, select_kernels
+from subten.formats import FORMATS, PageLayout, get_format
+from subten.kernels import OPERATIONS, REGISTRY, Implementation, Use, select, select_attention, select_kernels
+from subten.kernels.attention.paged import TorchPagedAttention
 from subten.kernels.norm import rms_norm_reference
 
 CPU = torch.device("cpu")
@@ -33,10 +35,13 @@ def never_loaded():
 
 
 def test_every_operation_has_a_torch_reference_on_cpu():
-    kernels = select_kernels(CPU)
-    assert kernels.chosen == dict.fromkeys(OPERATIONS, "torch")
-    assert all(callable(getattr(kernels, operation)) for operation in OPERATIONS)
+    kernels, attention = select_kernels(CPU), select_attention(Use(CPU))
+    chosen = {**kernels.chosen, attention.operation: attention.name}
+    assert chosen == dict.fromkeys(OPERATIONS, "torch")
+    assert all(callable(getattr(kernels, operation)) for operation in kernels.chosen)
     assert kernels.rms_norm is rms_norm_reference
+    assert attention.load() is TorchPagedAttention
+    assert attention.ahead == 0
 
 
 def test_the_first_that_can_run_is_chosen(prefer):
@@ -84,3 +89,84 @@ def test_what_cannot_run_is_an_error_not_a_fallback(prefer, requested, device, m
     )
     with pytest.raises(KernelUnavailableError, match=message):
         select_kernels(torch.device(device), requested)
+
+
+# --- attention over a cache ------------------------------------------------------------------------------------
+
+
+def use_of(kv, *, device="cuda", dtype=torch.bfloat16, head_dim=128):
+    return Use(torch.device(device), dtype, (PageLayout(get_format(kv), head_dim),))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of some compute capability, as far as choosing goes."""
+
+    def put(*capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    return put
+
+
+TRITON = {"bf16", "fp8", "kv4", "kv2", "k4v2", "kv2-plain"}
+GLUON = {"kv2", "kv2-plain"}
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_the_attention_of_a_gpu_depends_on_the_gpu_and_the_format(gpu, capability):
+    gpu(*capability)
+    for name in FORMATS:
+        expected = "triton" if capability >= (8, 0) and name in TRITON else "torch"
+        if capability == (9, 0) and name in GLUON:
+            expected = "gluon"
+        choice = select_attention(use_of(name))
+        assert choice.name == expected
+        assert choice.ahead == (expected != "torch")
+
+
+def test_a_format_that_is_passed_over_is_logged_with_the_reason(gpu, caplog):
+    gpu(9, 0)
+    with caplog.at_level(logging.INFO, logger="subten.kernels.select"):
+        select_attention(use_of("kivi2"))
+    (line,) = caplog.messages
+    assert line.startswith("cached_attention on cuda: torch (not gluon: the triton kernels do not serve")
+    assert "(not triton: the triton kernels do not serve the KV format 'kivi2'" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "use", "message"),
+    [
+        ("triton", (9, 0), {"kv": "int4"}, "do not serve the KV format 'int4'"),
+        ("triton", (9, 0), {"kv": "kv2", "head_dim": 272}, "head_dim 256 at most, not 272"),
+        ("triton", (9, 0), {"kv": "kv2", "dtype": torch.float64}, "the model in float64"),
+        ("triton", (7, 5), {"kv": "kv2"}, "compute capability 8.0 or more"),
+        ("gluon", (9, 0), {"kv": "kv4"}, "serves kv2 and kv2-plain, not the KV format 'kv4'"),
+        ("gluon", (9, 0), {"kv": "k4v2"}, "not the KV format 'k4v2'"),
+        ("gluon", (9, 0), {"kv": "bf16"}, "not the KV format 'bf16'"),
+        ("gluon", (10, 0), {"kv": "kv2"}, "not gluon: it is written for compute capability 9.0"),
+        ("gluon", (9, 0), {"kv": "kv2", "device": "cpu"}, "not gluon: it is written for cuda devices"),
+        ("cutlass", (9, 0), {"kv": "kv2"}, "no cached_attention kernel 'cutlass'; there are gluon, triton, torch$"),
+    ],
+)
+def test_an_attention_that_was_asked_for_is_never_replaced(gpu, name, capability, use, message):
+    gpu(*capability)
+    with pytest.raises(KernelUnavailableError, match=message):
+        select_attention(use_of(**use), name)
+
+
+def test_triton_runs_on_a_cpu_where_it_is_interpreted_and_asked_for(monkeypatch):
+    use = use_of("kv2", device="cpu", dtype=torch.float32)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert select_attention(use).name == "torch"
+    assert select_attention(use, "triton").ahead == 1
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(KernelUnavailableError, match="in Triton's interpreter only"):
+        select_attention(use, "triton")
+
+
+def test_a_request_is_refused_before_a_model_is_loaded_where_no_format_could_help(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    for name, message in (("triton", "interpreter only"), ("gluon", "cuda devices"), ("flash", "there are gluon")):
+        with pytest.raises(KernelUnavailableError, match=message):
+            select_kernels(CPU, {"cached_attention": name})
+    assert "cached_attention" not in select_kernels(CPU, {"cached_attention": "torch"}).chosen

@@ -50,13 +50,14 @@ def reused(books: CacheBooks, tokens: list[int]) -> int:
     fmt=st.sampled_from(["kv2", "kivi2", "bf16", "fp8"]),
     sinks=st.sampled_from([0, 4, 64]),
     recent=st.sampled_from([0, 16, 128]),
+    ahead=st.integers(0, 1),
     lengths=st.lists(st.integers(1, 500), min_size=1, max_size=4),
     step=st.integers(1, 300),
 )
 def test_predicted_bytes_are_what_the_pools_hand_out(
-    fmt: str, sinks: int, recent: int, lengths: list[int], step: int
+    fmt: str, sinks: int, recent: int, ahead: int, lengths: list[int], step: int
 ) -> None:
-    layout, geometry = PageLayout(get_format(fmt, sinks, recent), 64), CacheGeometry(3, 2, 64)
+    layout, geometry = PageLayout(get_format(fmt, sinks, recent), 64, ahead), CacheGeometry(3, 2, 64)
     books = CacheBooks(layout, 40, 4)
     for seed, length in enumerate(lengths):
         sequence = books.open().sequence
@@ -67,6 +68,21 @@ def test_predicted_bytes_are_what_the_pools_hand_out(
     held = pages * layout.page_bytes(geometry) + windows * layout.window_bytes(geometry)
     assert held == sum(layout.cache_bytes(geometry, length) for length in lengths)
     assert books.held_pages() == pages
+
+
+def test_a_page_is_there_a_step_earlier_for_what_is_coded_ahead() -> None:
+    """And a fork copies it before its own token goes there, though no token of it has left the window yet."""
+    books = CacheBooks(PageLayout(WINDOWED, 64, ahead=1), 10, 4)
+    sequence = books.open().sequence
+    until = WINDOWED.sinks + WINDOWED.recent + PAGE_SIZE
+    assert len(books.append(sequence, text(until - 1)).block_table) == 1
+    at_the_edge = books.append(sequence, text(1)).block_table
+    assert len(at_the_edge) == 2
+    fork = books.fork(sequence).sequence
+    plan = books.append(fork, text(1))
+    assert plan.copies.pages == ((at_the_edge[1], plan.block_table[1]),)
+    assert books.append(sequence, text(1)).block_table == at_the_edge
+    books.check_integrity()
 
 
 def test_a_plan_says_what_the_step_needs() -> None:

@@ -61,19 +61,21 @@ class Text:
 CODED_AT_ONCE = 32
 
 
-def in_pages(fmt: KVFormat, length: int) -> int:
-    """Tokens in pages once `length` were appended: formats that code token by token code groups ahead."""
+def in_pages(fmt: KVFormat, length: int, ahead: int) -> int:
+    """Tokens in pages once `length` were appended. Formats that code token by token code ahead: a CPU groups, a GPU
+    the one that leaves next."""
     coded = fmt.coded_tokens(length)
     if fmt.granularity > 1:
         return coded
-    return min(-(-coded // CODED_AT_ONCE) * CODED_AT_ONCE, max(0, length - fmt.sinks))
+    wanted = fmt.coded_tokens(length + ahead) if ahead else -(-coded // CODED_AT_ONCE) * CODED_AT_ONCE
+    return min(wanted, max(0, length - fmt.sinks))
 
 
 class StampedMemory:
     """`CacheStorage` whose tokens are stamps: does to bytes what the append kernel does to keys and values."""
 
-    def __init__(self, fmt: KVFormat, num_pages: int, num_windows: int) -> None:
-        layout = PageLayout(fmt, GEOMETRY.head_dim)
+    def __init__(self, fmt: KVFormat, num_pages: int, num_windows: int, ahead: int) -> None:
+        layout = PageLayout(fmt, GEOMETRY.head_dim, ahead)
         self.format = fmt
         self.storage = CacheStorage(layout, GEOMETRY, num_pages, num_windows, CPU)
         assert self.storage.nbytes == predicted_bytes(layout, GEOMETRY, num_pages, num_windows)
@@ -94,7 +96,8 @@ class StampedMemory:
         window = self.window(plan.window_slot)
         window_stamps = text.stamped(self.window_width).reshape(-1, *window.shape[1:])
         page_stamps = text.stamped(self.pages.shape[-1])
-        for index in range(in_pages(fmt, plan.context_len), in_pages(fmt, length)):
+        ahead = self.storage.layout.ahead
+        for index in range(in_pages(fmt, plan.context_len, ahead), in_pages(fmt, length, ahead)):
             position = fmt.sinks + index
             stamp = page_stamps[position]
             if position < plan.context_len:  # it comes out of the window, whatever is in there
@@ -125,9 +128,14 @@ class StampedMemory:
 class CacheMachine(RuleBasedStateMachine):
     """Sequences are opened on known and unknown prefixes, grow, fork, are kept as snapshots, and go."""
 
-    @initialize(fmt=st.sampled_from(FORMATS), pages=st.sampled_from([12, 6, 24]), windows=st.sampled_from([4, 3, 6]))
-    def start(self, fmt: KVFormat, pages: int, windows: int) -> None:
-        self.memory = StampedMemory(fmt, pages, windows)
+    @initialize(
+        fmt=st.sampled_from(FORMATS),
+        pages=st.sampled_from([12, 6, 24]),
+        windows=st.sampled_from([4, 3, 6]),
+        ahead=st.integers(0, 1),
+    )
+    def start(self, fmt: KVFormat, pages: int, windows: int, ahead: int) -> None:
+        self.memory = StampedMemory(fmt, pages, windows, ahead)
         self.books = CacheBooks(self.memory.storage.layout, pages, windows, b"machine")
         self.live: dict[int, Text] = {}
         self.known: list[Text] = [Text()]
