@@ -36,8 +36,8 @@ def reference_and_model(
     family: str, dtype: torch.dtype = torch.float32, **sizes: int
 ) -> tuple[transformers.PreTrainedModel, LoadedModel]:
     """One random model twice: as transformers runs it, and behind our engine. A family, or a variant of one."""
-    fixed = {**FAMILIES[family.split("-")[0]], **sizes}
-    reference = build(family, hidden_size=96, max_position_embeddings=640, **fixed)
+    fixed = {"hidden_size": 96, **FAMILIES[family.split("-")[0]], **sizes}
+    reference = build(family, max_position_embeddings=640, **fixed)
     state = reference.state_dict()
     if reference.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)

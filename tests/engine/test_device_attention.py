@@ -16,9 +16,14 @@ from support.device_code import quicken_interpreter
 from support.paged_attention import appended_by_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where the interpreter divides 0 by 0
-SIZES = {"num_hidden_layers": 2, "num_key_value_heads": 1, "vocab_size": 258}
-TOLERANCE = 0.02
-"""Of logits of order one: a 16-bit key or a code may turn into its neighbour by the last bit of a norm."""
+SIZES = {
+    "vocab_size": 258,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,50 +49,63 @@ def engine(model: LoadedModel, kv: str, attention: str, **sizes: int) -> LLM:
     return LLM(model, kv=kv, max_context=160, max_batch=3, chunk_size=48, kernels=kernels, **windows, **sizes)
 
 
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
 @pytest.mark.parametrize(
     ("family", "kv"), [("llama", "kv2-plain"), ("qwen3", "kv4"), ("qwen3", "bf16"), ("olmoe-clip", "kv2-plain")]
 )
 def test_logits_of_chunks_and_single_tokens_are_those_of_the_reference(family: str, kv: str) -> None:
-    """No norm of q and k; one per head, which the kernels do; one over all heads and a clip, which they do not."""
+    """No norm of q and k; one per head, which the kernels do; one over all heads and a clip, which they do not.
+
+    Where keys and values are coded, a rounding may turn a code into its neighbour: in few tokens an error of the size
+    that the format makes in all.
+    """
     model = reference_and_model(family, **SIZES)[1]
-    expected, found = (
-        torch.cat(list(engine(model, kv, attention).score(text(90), decode_tail=4)))
-        for attention in ("torch", "triton")
+    found, expected, in_16_bit = (
+        torch.cat(list(engine(model, name, attention).score(text(90), decode_tail=4)))
+        for name, attention in ((kv, "triton"), (kv, "torch"), ("bf16", "torch"))
     )
-    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+    assert difference(found, expected) <= 0.001 + 0.1 * difference(expected, in_16_bit)
 
 
 def test_greedy_tokens_of_a_batch_that_comes_and_goes(model: LoadedModel) -> None:
     """Prompts of several chunks and of one token begin while others decode; one is taken up where it had ended."""
     prompts, lengths = [text(70), text(1, seed=1), text(5, seed=2), text(50, seed=3)], (6, 4, 3, 2)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
-    llms = [engine(model, "kv2-plain", attention) for attention in ("torch", "triton")]
+    llms = [engine(model, "bf16", attention) for attention in ("torch", "triton")]
     first = [[answer.token_ids for answer in llm.generate(prompts, params)] for llm in llms]
     assert first[0] == first[1]
     conversation = [*prompts[0], *first[0][0], *text(12, seed=4)]
     second = [llm.generate(conversation, params[0])[0] for llm in llms]
     assert second[0].token_ids == second[1].token_ids
-    assert second[0].cached_tokens == second[1].cached_tokens == 75
+    assert second[0].cached_tokens == second[1].cached_tokens >= 64
     for llm in llms:
         llm.check_integrity()
 
 
 def test_forks_at_a_page_edge_do_not_write_to_each_other(model: LoadedModel) -> None:
     """The token that leaves next is coded before it leaves, here as the first one of a page that both forks hold."""
-    driver = Driver(model, "kv2-plain", attention="triton")
-    parent = driver.books.open().sequence
+    forked, cold = (Driver(model, "kv2-plain", attention="triton") for _ in range(2))
     shared = text(4 + 8 + 64)
-    driver.step({parent: shared})
-    hit = driver.books.fork(parent)
-    driver.runner.copy(hit.copies)
-    tails = {parent: text(3, seed=1), hit.sequence: text(3, seed=2)}
-    for index in range(3):
-        both = driver.step({sequence: [tokens[index]] for sequence, tokens in tails.items()})
-    for sequence, tokens in tails.items():
-        cold = Driver(model, "kv2-plain")
-        alone = cold.books.open().sequence
-        expected = cold.step({alone: [*shared, *tokens]})[alone][-1]
-        torch.testing.assert_close(both[sequence][-1], expected, atol=TOLERANCE, rtol=0)
+    pairs = {}
+    for driver in (forked, cold):
+        first = driver.books.open().sequence
+        driver.step({first: shared})
+        if driver is forked:
+            hit = driver.books.fork(first)
+            driver.runner.copy(hit.copies)
+        else:
+            hit = driver.books.open()
+            driver.step({hit.sequence: shared})
+        pairs[driver] = first, hit.sequence
+    for tokens in zip(text(3, seed=1), text(3, seed=2), strict=True):
+        one, other = (
+            driver.step({sequence: [token] for sequence, token in zip(pairs[driver], tokens, strict=True)})
+            for driver in (forked, cold)
+        )
+        assert all(torch.equal(*logits) for logits in zip(one.values(), other.values(), strict=True))
 
 
 def test_a_cache_that_is_coded_in_some_layers_only(model: LoadedModel) -> None:
@@ -96,7 +114,7 @@ def test_a_cache_that_is_coded_in_some_layers_only(model: LoadedModel) -> None:
     for attention in ("torch", "triton"):
         chosen = LoadedModel(**{**vars(model), "attention": attention})
         results.append(torch.cat(list(MixedCacheScorer(chosen, kv, [1], 90, chunk_size=40).score(tokens, 3))))
-    torch.testing.assert_close(results[1], results[0], atol=TOLERANCE, rtol=0)
+    assert difference(results[1], results[0]) <= 0.03
 
 
 def test_the_engine_says_which_attention_it_has(model: LoadedModel) -> None:

@@ -22,7 +22,7 @@ from support.device_code import quicken_interpreter
 from support.kv import CPU, POISON, gaussian
 from support.paged_attention import appended_by_kernels
 
-LAYERS, HEADS, GROUP, HEAD_DIM = 2, 1, 2, 16
+LAYERS, HEADS, GROUP, HEAD_DIM = 2, 1, 2, 64
 ROPE = rope_table(RopeSpec(HEAD_DIM, theta=10_000.0), 256, CPU)
 NORM = QKNorm(*(1 + 0.2 * gaussian(2, HEAD_DIM)), 1e-6)
 
