@@ -22,6 +22,7 @@ from support.device_code import quicken_interpreter
 from support.kv import CPU, POISON, gaussian
 from support.paged_attention import appended_by_kernels
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where the interpreter divides 0 by 0
 LAYERS, HEADS, GROUP, HEAD_DIM = 2, 1, 2, 64
 ROPE = rope_table(RopeSpec(HEAD_DIM, theta=10_000.0), 256, CPU)
 NORM = QKNorm(*(1 + 0.2 * gaussian(2, HEAD_DIM)), 1e-6)
@@ -89,13 +90,7 @@ class Memory:
         return self.storage.pages.clone(), self.storage.windows.view(torch.uint8).clone()
 
 
-STEPS = (
-    {0: 70, 1: 7, 2: 1},
-    {0: 1, 1: 30, 2: 1},
-    {0: 1, 2: 1},
-    {0: 20, 1: 1},
-    {1: 1, 2: 9},
-)
+STEPS = ({0: 70, 1: 7, 2: 1}, {0: 1, 1: 30}, {0: 1, 2: 1}, {1: 1, 2: 9})
 
 
 @pytest.mark.parametrize(("name", "recent"), [("kv2-plain", 5), ("kv2-plain", 0), ("kv2", 1), ("bf16", None)])
@@ -111,7 +106,7 @@ def test_steps_of_any_kind_are_those_of_the_reference(name: str, recent: int | N
 
 def test_a_sequence_gets_the_same_whatever_its_companions() -> None:
     """Bit for bit, and the cache is left with the same bytes."""
-    together, alone = Memory.of("kv2-plain", 3), Memory.of("kv2-plain", 3)
+    together, alone = Memory.of("fp8", 3), Memory.of("fp8", 3)
     of_batch, of_one = appended_by_kernels(together.caches), appended_by_kernels(alone.caches)
     for sizes in STEPS:
         found = together.step(of_batch, sizes)
