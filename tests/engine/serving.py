@@ -87,8 +87,9 @@ class Driver:
         rule: PrefillRule = "window",
         pages: int = 64,
         attention: str = "torch",
+        recent: int = 8,
     ) -> None:
-        fmt = get_format(kv, sinks=4, recent=8)
+        fmt = get_format(kv, sinks=4, recent=recent)
         layout = PageLayout(fmt, model.geometry.head_dim)
         choice = select_attention(Use(model.device, model.dtype, (layout,)), attention)
         layout = replace(layout, ahead=choice.ahead)
