@@ -86,7 +86,7 @@ def test_greedy_tokens_of_a_batch_that_comes_and_goes(model: LoadedModel) -> Non
 
 
 def test_forks_at_a_page_edge_do_not_write_to_each_other(model: LoadedModel) -> None:
-    """The token that leaves next is coded before it leaves: here into a page that both forks hold and no query reads yet."""
+    """The token that leaves next is coded before it leaves, here into a page that both hold and nobody reads yet."""
     forked, cold = (Driver(model, "fp8", attention="triton", recent=1) for _ in range(2))
     shared = text(4 + 1 + 64)
     pairs = {}
