@@ -10,10 +10,8 @@ from subten.engine import LLM, LoadedModel, SamplingParams
 from subten.engine.mixed_cache import MixedCacheScorer
 from subten.errors import KernelUnavailableError
 from subten.formats import get_format
-from subten.kernels.attention import triton_paged
 from subten.kernels.attention.triton_encode import Tile
 from support.device_code import quicken_interpreter
-from support.paged_attention import appended_by_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where the interpreter divides 0 by 0
 SIZES = {
@@ -31,7 +29,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time per program, not per token."""
     quicken_interpreter(monkeypatch)
     monkeypatch.setattr(Tile, "of", lambda count, padded: Tile(64, 1))
-    monkeypatch.setattr(triton_paged, "TritonPagedAttention", appended_by_kernels)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from subten.kernels.attention import AttentionInputs, LayerCache, MeanKey
 from subten.kernels.attention.attend import attend_reference
 from subten.kernels.attention.device_cache import PagedLayers, refusal, tokens_in_pages
 from subten.kernels.attention.inputs import QKNorm
-from subten.kernels.attention.triton_append import DecodeQuery, append_chunk, append_decode, append_triton
+from subten.kernels.attention.triton_append import DecodeQuery, append_chunk, append_decode
 from subten.kernels.attention.triton_encode import Tile, encode_leaving, encode_tokens
 from subten.kernels.norm import rms_norm_reference
 from subten.kernels.rope import RopeSpec, rope_reference, rope_table
@@ -275,14 +275,14 @@ def test_chunks_and_then_single_tokens_of_a_ragged_batch(name: str, sinks: int, 
 
 
 def test_chunk_by_chunk_attention_reads_what_the_reference_reads() -> None:
-    """The same windows and codes, so bit for bit the same attention, under the name that the registry calls."""
+    """The same windows and codes, so bit for bit the same attention."""
     layout = PageLayout(get_format("kv2-plain", sinks=2, recent=6), 64)
     past = history(90, 2, 2, 64, dtype=torch.float32)
     reference, device = (Paged(layout, 2, [91], calibrate=calibrated) for _ in range(2))
     for chunk in past.cut([50, 1, 39]):
         expected = reference.step({0: chunk}, 0.1)[0]
         inputs = device.inputs({0: chunk.length})
-        wide = append_triton(chunk.k, chunk.v, device.cache, inputs)
+        wide = append_chunk(chunk.k, chunk.v, PagedLayers.of([device.cache]), inputs).by_sequence
         device.held[0] += chunk.length
         assert torch.equal(attend_reference(chunk.q, wide, device.cache, inputs, 0.1), expected)
 

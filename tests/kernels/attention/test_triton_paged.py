@@ -20,7 +20,6 @@ from subten.kvcache import CacheStorage
 from support.attention import calibrated
 from support.device_code import quicken_interpreter
 from support.kv import CPU, POISON, gaussian
-from support.paged_attention import appended_by_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where the interpreter divides 0 by 0
 LAYERS, HEADS, GROUP, HEAD_DIM = 2, 1, 2, 64
@@ -97,7 +96,7 @@ STEPS = ({0: 70, 1: 7, 2: 1}, {0: 1, 1: 30}, {0: 1, 2: 1}, {1: 1, 2: 9})
 def test_steps_of_any_kind_are_those_of_the_reference(name: str, recent: int | None) -> None:
     """Up to the last bit of a norm, which may turn a 16-bit key or a code into its neighbour."""
     reference, device = Memory.of(name, 3, recent), Memory.of(name, 3, recent)
-    by_torch, by_kernels = TorchPagedAttention(reference.caches), appended_by_kernels(device.caches)
+    by_torch, by_kernels = TorchPagedAttention(reference.caches), TritonPagedAttention(device.caches)
     for sizes in STEPS:
         expected, found = reference.step(by_torch, sizes), device.step(by_kernels, sizes)
         for row in sizes:
@@ -107,7 +106,7 @@ def test_steps_of_any_kind_are_those_of_the_reference(name: str, recent: int | N
 def test_a_sequence_gets_the_same_whatever_its_companions() -> None:
     """Bit for bit, and the cache is left with the same bytes."""
     together, alone = Memory.of("fp8", 3), Memory.of("fp8", 3)
-    of_batch, of_one = appended_by_kernels(together.caches), appended_by_kernels(alone.caches)
+    of_batch, of_one = TritonPagedAttention(together.caches), TritonPagedAttention(alone.caches)
     for sizes in STEPS:
         found = together.step(of_batch, sizes)
         for row, size in sizes.items():

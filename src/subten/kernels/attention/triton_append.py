@@ -1,4 +1,4 @@
-"""`kv_append` on a GPU: a decode step in one launch per layer and one for all layers, and chunks of any size.
+"""The append on a GPU: a decode step in one launch per layer and one for all layers, and chunks of any size.
 
 A decode step of a layer is `append_decode`: q/k norm and RoPE (where asked for), the new token into its window slot,
 and the query into the keys' coded space, so that attention only reads what it needs. The step's coding is apart from
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -37,7 +36,7 @@ from subten.kernels.attention.append import _window_moves
 from subten.kernels.attention.device_cache import PagedLayers, tokens_in_pages
 from subten.kernels.attention.gluon_plan import head_tiles
 from subten.kernels.attention.gluon_tables import Q_STEPS
-from subten.kernels.attention.inputs import AttentionInputs, LayerCache, QKNorm, SequenceStep, WideTokens
+from subten.kernels.attention.inputs import AttentionInputs, QKNorm, SequenceStep, WideTokens
 from subten.kernels.attention.triton_encode import encode_tokens, to_f16
 from subten.kernels.rope import RopeTable
 
@@ -511,16 +510,6 @@ def _heads(x, live, position, weight, cos, sin, eps, HEAD_DIM: tl.constexpr, PAD
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------
-
-
-_LAYERS: WeakKeyDictionary[LayerCache, PagedLayers] = WeakKeyDictionary()
-
-
-def append_triton(k: Tensor, v: Tensor, cache: LayerCache, inputs: AttentionInputs) -> tuple[WideTokens, ...]:
-    """`append_chunk` for a cache as the torch reference takes it; its tables are made at the first call."""
-    if cache not in _LAYERS:
-        _LAYERS[cache] = PagedLayers.of([cache])
-    return append_chunk(k, v, _LAYERS[cache], inputs).by_sequence
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,22 @@ A step that only decodes is known by its shapes. It reads nothing back to the ho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 
 from torch import Tensor
 
 from subten.kernels.attention.device_cache import PagedLayers
-from subten.kernels.attention.inputs import AttentionInputs, LayerCache, QKNorm, WideTokens
+from subten.kernels.attention.inputs import AttentionInputs, LayerCache, QKNorm
 from subten.kernels.attention.paged import norm_and_rotate
-from subten.kernels.attention.triton_append import DecodeQuery, append_chunk, append_decode
+from subten.kernels.attention.triton_append import DecodeQuery, WideBatch, append_chunk, append_decode
+from subten.kernels.attention.triton_decode import attend_decode
 from subten.kernels.attention.triton_encode import encode_leaving
+from subten.kernels.attention.triton_prefill import attend_prefill
 from subten.kernels.rope import RopeTable
 
 AttendDecode = Callable[[DecodeQuery, PagedLayers, AttentionInputs, float], Tensor]
 """``attend_decode(query, layer, inputs, scale)``: of a decode step, [batch, num_heads, head_dim] in q's dtype."""
 
-AttendPrefill = Callable[[Tensor, tuple[WideTokens, ...], PagedLayers, AttentionInputs, float], Tensor]
+AttendPrefill = Callable[[Tensor, WideBatch, PagedLayers, AttentionInputs, float], Tensor]
 """``attend_prefill(q, wide, layer, inputs, scale)``: of chunks, [tokens, num_heads, head_dim] in q's dtype."""
 
 
@@ -44,12 +45,10 @@ class TritonPagedAttention:
     def __init__(
         self,
         caches: Sequence[LayerCache],
-        decode: AttendDecode | None = None,
-        prefill: AttendPrefill | None = None,
+        decode: AttendDecode = attend_decode,
+        prefill: AttendPrefill = attend_prefill,
     ) -> None:
-        package = "subten.kernels.attention"
-        self._decode: AttendDecode = decode or import_module(f"{package}.triton_decode").attend_decode
-        self._prefill: AttendPrefill = prefill or import_module(f"{package}.triton_prefill").attend_prefill
+        self._decode, self._prefill = decode, prefill
         members: dict[object, list[int]] = {}
         for index, cache in enumerate(caches):
             key = cache.layout, cache.pages.untyped_storage().data_ptr(), cache.windows.untyped_storage().data_ptr()
