@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-gpu lint format clean
 
 demo: $(VENV)/.run
 	$(BIN)/subten demo demo-moe
 
 test: lint
 	$(BIN)/python -m pytest -n 2
+
+test-gpu: $(VENV)/.dev
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu tests/gpu
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

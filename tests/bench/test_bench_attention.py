@@ -42,6 +42,9 @@ class Kernel:
         self.calibration, self.factor = calibration, factor
         self.calls = 0
 
+    def prepare_decode(self, *_) -> tuple[None, None]:
+        return None, None
+
     def attend_decode(self, query: DecodeQuery, layer, inputs, scale, plan, scratch) -> Tensor:
         self.calls += 1
         rows = [self._sequence(query, layer, inputs, row, scale) for row in range(len(query.q))]
@@ -132,6 +135,10 @@ def test_a_wrong_kernel_has_no_time_and_is_not_tried_again(bench) -> None:
 def test_a_kernel_that_is_not_there_or_breaks_leaves_the_others_alone(bench) -> None:
     class Broken:
         @staticmethod
+        def prepare_decode(*_) -> tuple[None, None]:
+            return None, None
+
+        @staticmethod
         def attend_decode(*_) -> Tensor:
             raise IndexError("beyond\nand a trace")
 
@@ -151,6 +158,10 @@ def test_a_device_that_is_lost_ends_the_run(bench, monkeypatch: pytest.MonkeyPat
 
     class Broken:
         @staticmethod
+        def prepare_decode(*_) -> tuple[None, None]:
+            return None, None
+
+        @staticmethod
         def attend_decode(*_) -> Tensor:
             lost()
 
@@ -163,7 +174,7 @@ def test_what_a_kernel_prepares_is_made_once_and_given_to_every_call(bench) -> N
     class Prepared(Kernel):
         prepared = 0
 
-        def prepare_decode(self, query, layer, inputs) -> tuple[str, str]:
+        def prepare_decode(self, query, layer, max_pages) -> tuple[str, str]:
             self.prepared += 1
             return "plan", "scratch"
 

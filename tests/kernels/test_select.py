@@ -137,7 +137,7 @@ def test_a_format_that_is_passed_over_is_logged_with_the_reason(gpu, caplog):
     ("name", "capability", "use", "message"),
     [
         ("triton", (9, 0), {"kv": "int4"}, "do not serve the KV format 'int4'"),
-        ("triton", (9, 0), {"kv": "kv2", "head_dim": 272}, "head_dim 256 at most, not 272"),
+        ("triton", (9, 0), {"kv": "kv2", "head_dim": 272}, "head_dim 32 to 256, not 272"),
         ("triton", (9, 0), {"kv": "kv2", "dtype": torch.float64}, "the model in float64"),
         ("triton", (7, 5), {"kv": "kv2"}, "compute capability 8.0 or more"),
         ("gluon", (9, 0), {"kv": "kv4"}, "serves kv2 and kv2-plain, not the KV format 'kv4'"),

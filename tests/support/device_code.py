@@ -14,12 +14,14 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime import interpreter
 
 _TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -70,7 +72,8 @@ def compile_kernel(
             signature[parameter.name] = "i32"
             if value % 16 == 0:
                 attributes[(index,)] = _DIVISIBLE
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = language(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {
         "num_warps": warps,
         "num_stages": stages,

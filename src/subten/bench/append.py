@@ -71,7 +71,8 @@ def checked_calls(cache: BenchCache, tokens: NewTokens) -> tuple[Sequence[Call],
     Raises:
         NumericalError: that is too large.
     """
-    from subten.kernels.attention.triton_append import QKNorm, append_decode
+    from subten.kernels.attention.inputs import QKNorm
+    from subten.kernels.attention.triton_append import append_decode
     from subten.kernels.attention.triton_encode import encode_leaving
 
     head_dim = cache.layers.layout.head_dim

@@ -183,7 +183,8 @@ def decode_calls(
 ) -> list[Callable[[], Tensor]]:
     """The new tokens appended to every layer, and then one call of the kernel for each layer."""
     layers = [cache.layers.layer(index) for index in range(cache.num_layers)]
-    queries = [append(tokens.q, tokens.k, tokens.v, layer, cache.inputs) for layer in layers]
+    integer = kernel.integer_query
+    queries = [append(tokens.q, tokens.k, tokens.v, layer, cache.inputs, integer=integer) for layer in layers]
     attend: Attend = kernel.planned(queries[0], layers[0], cache.inputs)
     return [partial(attend, query, layer, cache.inputs, scale) for query, layer in zip(queries, layers, strict=True)]
 

@@ -33,11 +33,16 @@ class DecodeKernel:
     Attributes:
         name: as in the registry.
         module: has `attend_decode(query, layer, inputs, scale, plan, scratch)`, and `prepare_decode(query, layer,
-            inputs)` where plan and scratch can be made once for all steps, as a served model does.
+            max_pages)`, which makes plan and scratch once for all steps, as a served model does.
     """
 
     name: str
     module: ModuleType
+
+    @property
+    def integer_query(self) -> bool:
+        """Whether it takes the coded query as integers."""
+        return self.name == "gluon"
 
     @classmethod
     def load(cls, name: str) -> DecodeKernel:
@@ -53,8 +58,7 @@ class DecodeKernel:
 
     def planned(self, query: Any, layer: PagedLayers, inputs: AttentionInputs) -> Attend:
         """The kernel for steps of this shape, what it needs besides made beforehand where it can be."""
-        prepare = getattr(self.module, "prepare_decode", None)
-        plan, scratch = (None, None) if prepare is None else prepare(query, layer, inputs)
+        plan, scratch = self.module.prepare_decode(query, layer, inputs.block_table.shape[1])
 
         def attend(query: Any, layer: PagedLayers, inputs: AttentionInputs, scale: float) -> Tensor:
             result: Tensor = self.module.attend_decode(query, layer, inputs, scale, plan, scratch)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from subten.errors import KernelUnavailableError
 from subten.formats.layout import PageLayout
-from subten.kernels.attention.device_cache import CODED_AHEAD, gluon_refusal, refusal
+from subten.kernels.attention.device_cache import CODED_AHEAD, refusal
+from subten.kernels.attention.gluon_plan import why_not_gluon
 from subten.kernels.moe.inputs import MoEWeights
 
 log = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ def _reference(operation: str, path: str) -> Implementation:
 
 
 _TRITON_PAGED = "subten.kernels.attention.triton_paged.TritonPagedAttention"
-_GLUON_DECODE = "subten.kernels.attention.gluon_decode.attend_decode"
+_GLUON_DECODE = "subten.kernels.attention.gluon_decode.DECODE"
 
 
 def _attention(name: str, device: str, load: Callable[[], Any], unavailable: Callable[[Use], str | None]) -> Any:
@@ -117,7 +118,7 @@ def _no_triton(use: Use) -> str | None:
 def _no_gluon(use: Use) -> str | None:
     if torch.cuda.get_device_capability(use.device) != (9, 0):
         return "it is written for compute capability 9.0"
-    return _no_triton(use) or next((reason for reason in map(gluon_refusal, use.layouts) if reason), None)
+    return _no_triton(use) or next((reason for reason in map(why_not_gluon, use.layouts) if reason), None)
 
 
 REGISTRY: tuple[Implementation, ...] = (

@@ -326,6 +326,35 @@ def test_queries_come_out_rotated_and_in_coded_space(head_dim: int, group: int, 
     assert float((found - coded).norm() / coded.norm()) < 4e-4
 
 
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 3), (64, 8), (128, 4), (128, 12), (256, 1)])
+def test_queries_as_integers_are_the_coded_queries(head_dim: int, group: int) -> None:
+    """Upper and lower halves of 15 bits, in the order of the codes of a key record."""
+    layout = PageLayout(get_format("kv2", sinks=2, recent=3), head_dim)
+    paged = OnDevice(layout, 2, [6] * 2)
+    q, k, v = (gaussian(2, heads, head_dim, seed=heads) * 3 for heads in (2 * group, 2, 2))
+    inputs = paged.inputs(dict.fromkeys(range(2), 1))
+    plain = append_decode(q, k, v, paged.layer, inputs)
+    query = append_decode(q, k, v, paged.layer, inputs, integer=True)
+    assert query.coded is None
+    assert query.steps is not None
+    assert query.numbers is not None
+    byte = torch.arange(query.steps.shape[-1])
+    operand = torch.arange(query.steps.shape[-3])[:, None]
+    plane = byte // (head_dim // 4) + operand * (4 // len(operand))
+    byte = byte % (head_dim // 4)
+    channel = (plane + 4 * (byte % 2)) * (head_dim // 8) + byte // 2
+    # batch, KV head, block, tile, operand, head, half, byte -> batch, KV head, (block, tile, head), (operand, byte)
+    upper, lower = query.steps.float().unflatten(-2, (4, 2)).unbind(-2)
+    steps = (upper * 128 + lower).transpose(-2, -3).flatten(-2).flatten(2, 4)[:, :, :group]
+    unit, eighth, *kept = query.numbers[:, :, :group].unbind(-1)
+    found = torch.zeros(2, 2, group, head_dim)
+    found[..., channel.flatten()] = steps * unit[..., None] * torch.where(plane % 2 == 1, 4.0, 1.0).flatten()
+    expected = plain.coded.float().unflatten(1, (2, group))
+    assert float((found - expected).norm() / expected.norm()) < 1e-3
+    assert torch.allclose(eighth, expected.sum(-1) / 8, atol=2e-3 * float(expected.norm(dim=-1).max()))
+    assert torch.equal(torch.stack(kept, -1), plain.kept.unflatten(1, (2, group)))
+
+
 def assert_rounded_alike(found: Tensor, expected: Tensor) -> None:
     """Equal, but for elements that lie in the middle between two of their dtype, and float32 errors."""
     assert found.dtype == expected.dtype

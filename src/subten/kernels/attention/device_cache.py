@@ -26,7 +26,7 @@ from subten.kernels.attention.gluon_tables import GluonTables
 from subten.kernels.attention.inputs import LayerCache, MeanKey
 from subten.kernels.rope import RopeTable
 
-MAX_HEAD_DIM = 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
 CODED_AHEAD = 1
 """`PageLayout.ahead` of a cache that device kernels write."""
 
@@ -39,19 +39,12 @@ def refusal(layout: PageLayout) -> str | None:
             f"the triton kernels do not serve the KV format '{fmt.name}'; "
             "choose bf16, fp8, kv4, kv2, k4v2 or kv2-plain, or the torch kernels"
         )
-    if layout.head_dim > MAX_HEAD_DIM:
+    if not MIN_HEAD_DIM <= layout.head_dim <= MAX_HEAD_DIM:
         return (
-            f"the triton kernels serve head_dim {MAX_HEAD_DIM} at most, not {layout.head_dim}; choose the torch ones"
+            f"the triton kernels serve head_dim {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, not {layout.head_dim}; "
+            "choose the torch ones"
         )
     return None
-
-
-def gluon_refusal(layout: PageLayout) -> str | None:
-    """Why the Gluon kernel does not serve a layout that `refusal` has no objection to, or None where it does."""
-    fmt = layout.format
-    if all(_served(side) and side.bits == 2 and side.affine == "packed" for side in (fmt.key, fmt.value)):
-        return None
-    return f"the gluon kernel serves kv2 and kv2-plain, not the KV format '{fmt.name}'"
 
 
 def _served(fmt: TensorFormat) -> bool:
@@ -189,7 +182,7 @@ class CodingTables:
         means, rope, rotation = _mean(mean_keys)
         gluon = None
         if why_not_gluon(layout) is None and query_matrix is not None:
-            gluon = GluonTables.of(query_matrix, codings, rope, layout.format.sinks)
+            gluon = GluonTables.of(codings, rope)
         return cls(
             _code(layout.format.key, codings[0].key),
             _code(layout.format.value, codings[0].value),

@@ -6,7 +6,7 @@ adds up what all have found, in their order. What differs is how a warp works th
 has the reasons and the measurements):
 
 - q . k is a product of small integers. Codes are 0..3, or 0..12 where they stay two bits further up, four channels
-  per byte of int8; the query is an integer of 14 bits in two halves, which are neighbouring columns of the tensor
+  per byte of int8; the query is an integer of 15 bits in two halves, which are neighbouring columns of the tensor
   core's tile. `append_decode` leaves it so.
 - p . v is a product of fp16 numbers, where codes are subnormal ones. P comes from the first product's result to the
   second's operand by transposing 8 x 8 fragments within the warp (movmatrix).
@@ -30,6 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from subten.errors import KernelUnavailableError
+from subten.kernels.attention.decode_kernel import DecodeKernel
 from subten.kernels.attention.device_cache import PagedLayers
 from subten.kernels.attention.gluon_layouts import (
     blocks_layout,
@@ -68,6 +69,7 @@ _LOWEST = gl.constexpr(-1e30)
 _LOG2_E = gl.constexpr(math.log2(math.e))
 _PARTS_AT_ONCE = gl.constexpr(8)
 """Parts that the last program has in flight."""
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
 _BYTES_PER_UNIT = 16
 """Pages are so many bytes apart, times the stride that the kernel is given: it fits an int32."""
 
@@ -139,7 +141,7 @@ def attend_decode(
         raise KernelUnavailableError(reason)
     group = query.q.shape[1] // layer.pages.shape[2]
     shape = GluonShape.of(layer.layout, group, layer.tables.mean is not None, sliding_window)
-    plan = plan or _default_plan(query, layer, inputs, shape)
+    plan = plan or _default_plan(query, layer, inputs.block_table.shape[1], shape)
     scratch = scratch or GluonScratch.allocate(query, layer, plan)
     out = torch.empty_like(query.q, memory_format=torch.contiguous_format)
     arguments = decode_arguments(query, layer, inputs, scale, plan, scratch, shape, sink_logits, out)
@@ -150,19 +152,22 @@ def attend_decode(
 
 
 def prepare_decode(
-    query: DecodeQuery, layer: PagedLayers, inputs: AttentionInputs, *, sliding_window: int | None = None
+    query: DecodeQuery, layer: PagedLayers, max_pages: int, *, sliding_window: int | None = None
 ) -> tuple[GluonPlan, GluonScratch]:
-    """Plan and scratch of `attend_decode`, for all steps and layers of these shapes and this width of block table."""
+    """Plan and scratch of `attend_decode`, for all steps and layers of these shapes and sequences of `max_pages`."""
     group = query.q.shape[1] // layer.pages.shape[2]
     shape = GluonShape.of(layer.layout, group, layer.tables.mean is not None, sliding_window)
-    plan = _default_plan(query, layer, inputs, shape)
+    plan = _default_plan(query, layer, max_pages, shape)
     return plan, GluonScratch.allocate(query, layer, plan)
 
 
-def _default_plan(query: DecodeQuery, layer: PagedLayers, inputs: AttentionInputs, shape: GluonShape) -> GluonPlan:
+def _default_plan(query: DecodeQuery, layer: PagedLayers, max_pages: int, shape: GluonShape) -> GluonPlan:
     device = query.q.device
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return plan_gluon(shape, len(query.q), layer.pages.shape[2], inputs.block_table.shape[1], num_sms)
+    return plan_gluon(shape, len(query.q), layer.pages.shape[2], max_pages, num_sms)
+
+
+DECODE = DecodeKernel(attend_decode, prepare_decode, integer_query=True)
 
 
 def decode_arguments(
@@ -193,7 +198,8 @@ def decode_arguments(
         "window_slot": inputs.window_slot,
         "mean": tables.mean,
         "within": gluon_tables.within if shape.removed_mean else None,
-        "starts": gluon_tables.starts if shape.removed_mean else None,
+        "rope_cos": tables.rope and tables.rope.cos,
+        "rope_sin": tables.rope and tables.rope.sin,
         "output_matrix": gluon_tables.output_matrix,
         "matrix_scale": gluon_tables.output_scale,
         "sink_logits": sink_logits,
@@ -245,18 +251,18 @@ def by_block(x, BL: gl.constexpr):
 
 @gluon.jit
 def table_operand(at, MA: gl.constexpr, W: gl.constexpr):
-    x = gl.permute(gl.reshape(gl.load(at), [2, 4, 8, 4, 2, 2, 2]), [1, 5, 2, 0, 4, 3, 6])
+    """Rotations within a page, as they lie in memory, to the operand [warps, 64 tokens, 32]."""
+    x = gl.permute(gl.reshape(gl.load(at), [2, 4, 8, 4, 2, 2, 2]), [1, 5, 2, 3, 0, 4, 6])
     x = gl.convert_layout(gl.reshape(x, [64, 32]), gl.SliceLayout(0, MA), assert_trivial=True)
     return x[None].broadcast_to([W, 64, 32])
 
 
 @gluon.jit
-def mean_query(q, mean, head, SHAPE: gl.constexpr, WARPS: gl.constexpr):
-    """q . (rotated mean) is a sum over rotary pairs of along * cos + across * sin of the pair's angle."""
-    W: gl.constexpr = WARPS
+def store_turns(q, mean, head, turns, MB: gl.constexpr, SHAPE: gl.constexpr):
+    """q . (rotated mean) is a sum over rotary pairs of along * cos + across * sin of the pair's angle. Leaves both in
+    shared memory, chunks of [8 heads, 32 pairs], normalised; returns the unit."""
     HALF: gl.constexpr = SHAPE.head_dim // 2
-    CHUNKS: gl.constexpr = SHAPE.head_dim // 64
-    MB: gl.constexpr = gl.DotOperandLayout(1, mma_layout(W), 2)
+    CHUNKS: gl.constexpr = HALF // 32
     L: gl.constexpr = gl.SliceLayout(0, MB)
     column = gl.arange(0, 8, layout=gl.SliceLayout(0, L))
     h = (head + column // 2 + 4 * (column % 2))[None, :]
@@ -272,16 +278,35 @@ def mean_query(q, mean, head, SHAPE: gl.constexpr, WARPS: gl.constexpr):
         across += (q_1 * m_0 - q_0 * m_1,)
         largest = gl.maximum(largest, gl.max(gl.max(gl.maximum(gl.abs(along[c]), gl.abs(across[c])), 0), 0))
     unit = gl.maximum(largest, 1e-20) / 64.0
-    a, b = (), ()
     for c in gl.static_range(CHUNKS):
-        a += ((along[c] / unit).to(gl.float16)[None].broadcast_to([W, 32, 8]),)
-        b += ((across[c] / unit).to(gl.float16)[None].broadcast_to([W, 32, 8]),)
-    return a, b, unit
+        turns.index(2 * c).permute([1, 0]).store(along[c] / unit)
+        turns.index(2 * c + 1).permute([1, 0]).store(across[c] / unit)
+    return unit
 
 
 @gluon.jit
-def attend_codes(q, steps, numbers, records, page_stride, table, first_page, end_page, first_token, end_token,
-                 head, scale, mean, within, starts, stats, sums, SHAPE: gl.constexpr, WARPS: gl.constexpr):
+def attend_codes(
+    q,
+    steps,
+    numbers,
+    records,
+    page_stride,
+    table,
+    first_page,
+    end_page,
+    first_token,
+    end_token,
+    head,
+    scale,
+    mean,
+    within,
+    rope_cos,
+    rope_sin,
+    stats,
+    sums,
+    SHAPE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     W: gl.constexpr = WARPS
     D: gl.constexpr = SHAPE.head_dim
     WORDS: gl.constexpr = D // 8
@@ -315,19 +340,19 @@ def attend_codes(q, steps, numbers, records, page_stride, table, first_page, end
         # together.
         for i in gl.static_range(OPERANDS):
             live = head + 4 * t + column // 2 < SHAPE.group
-            at = steps + (t * 8 * D + i * (8 * KEY_K)) + column * KEY_K + byte
-            operands += (gl.load(at, mask=live, other=0)[None].broadcast_to([W, KEY_K, 8]),)
+            place = steps + (t * 8 * D + i * (8 * KEY_K)) + column * KEY_K + byte
+            operands += (gl.load(place, mask=live, other=0)[None].broadcast_to([W, KEY_K, 8]),)
         live = head + 4 * t + heads < SHAPE.group
-        at = numbers + (4 * t + heads) * 4
-        units += (gl.load(at, mask=live, other=0.0) * scale,)
-        offsets += (gl.load(at + 1, mask=live, other=0.0) * scale,)
-        kept_a += (gl.load(at + 2, mask=live, other=0.0) * scale,)
-        kept_b += (gl.load(at + 3, mask=live, other=0.0) * scale,)
+        of_head = numbers + (4 * t + heads) * 4
+        units += (gl.load(of_head, mask=live, other=0.0) * scale,)
+        offsets += (gl.load(of_head + 1, mask=live, other=0.0) * scale,)
+        kept_a += (gl.load(of_head + 2, mask=live, other=0.0) * scale,)
+        kept_b += (gl.load(of_head + 3, mask=live, other=0.0) * scale,)
     if SHAPE.removed_mean:
-        along, across, mean_unit = mean_query(q, mean, head, SHAPE, WARPS)
-        MB: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-        MA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-        mean_units = mean_unit * scale
+        MB: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
+        MA: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
+        turns = gl.allocate_shared_memory(gl.float32, [2 * CHUNKS, 8, 32], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+        mean_units = store_turns(q, mean, head, turns, MB, SHAPE) * scale
         mk = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, MB)))
         TL: gl.constexpr = table_layout(W)
         T0: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, TL))))
@@ -335,8 +360,12 @@ def attend_codes(q, steps, numbers, records, page_stride, table, first_page, end
         T2: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, TL))))
         T3: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, TL))))
         T4: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, TL))))
-        within += (gl.arange(0, 4, layout=T1)[None, :, None, None, None] * 256 + gl.arange(0, 8, layout=T2)[None, None, :, None, None] * 32
-                   + gl.arange(0, 4, layout=T3)[None, None, None, :, None] * 8 + gl.arange(0, 8, layout=T4)[None, None, None, None, :])
+        within += (
+            gl.arange(0, 4, layout=T1)[None, :, None, None, None] * 256
+            + gl.arange(0, 8, layout=T2)[None, None, :, None, None] * 32
+            + gl.arange(0, 4, layout=T3)[None, None, None, :, None] * 8
+            + gl.arange(0, 8, layout=T4)[None, None, None, None, :]
+        )
         within += gl.arange(0, 2, layout=T0)[:, None, None, None, None] * 1024
 
     highest, lengths, zeros, acc = (), (), (), ()
@@ -369,7 +398,9 @@ def attend_codes(q, steps, numbers, records, page_stride, table, first_page, end
     number_next = gl.load(table + gl.minimum(first_page + W + warp, end_page - 1))
     for page in range(first_page, end_page, W):
         start = number.to(gl.int64) * page_stride  # in units of 16 bytes
-        start_k = gl.convert_layout(start, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, KEYS))), assert_trivial=True)
+        start_k = gl.convert_layout(
+            start, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, KEYS))), assert_trivial=True
+        )
         start_v = gl.convert_layout(start, gl.SliceLayout(1, gl.SliceLayout(2, VALUES)), assert_trivial=True)
         key_words = gl.load((P8 + 16 * start_k)[:, None, None, None] + key_r + key_byte + key_x)
         key_words = gl.reshape(key_words, [W, 64, D // 4])
@@ -388,16 +419,22 @@ def attend_codes(q, steps, numbers, records, page_stride, table, first_page, end
         key_offset = by_row(grid_offset(key_grid), R).to(gl.float32)
         if SHAPE.removed_mean:
             removed = gl.full([W, 64, 8], 0.0, gl.float32, layout=MMA)
-            first = gl.convert_layout(page + warp, gl.SliceLayout(1, gl.SliceLayout(2, MB)), assert_trivial=True)
+            first = gl.minimum(page + warp, end_page - 1)
+            first = gl.convert_layout(first, gl.SliceLayout(1, gl.SliceLayout(2, MB)), assert_trivial=True)
             for c in gl.static_range(CHUNKS):
-                at = starts + gl.minimum(first, end_page - 1)[:, None] * D + (32 * c + mk)[None, :]
-                cos, sin = gl.load(at)[:, :, None], gl.load(at + D // 2)[:, :, None]
-                u = along[c] * cos + across[c] * sin
-                w = across[c] * cos - along[c] * sin
+                at = (SHAPE.sinks + 64 * first).to(gl.int64)[:, None] * (D // 2) + (32 * c + mk)[None, :]
+                cos, sin = gl.load(rope_cos + at)[:, :, None], gl.load(rope_sin + at)[:, :, None]
+                along = turns.index(2 * c).permute([1, 0]).load(gl.SliceLayout(0, MB))[None]
+                across = turns.index(2 * c + 1).permute([1, 0]).load(gl.SliceLayout(0, MB))[None]
+                u = (along * cos + across * sin).to(gl.float16)
+                w = (across * cos - along * sin).to(gl.float16)
                 removed = mma_v2(table_operand(within + 2048 * c, MA, W), u, removed)
                 removed = mma_v2(table_operand(within + 2048 * (CHUNKS + c), MA, W), w, removed)
             removed_0, removed_1 = gl.split(gl.reshape(removed, [W, 64, 4, 2]))
-            removed_ = (gl.convert_layout(removed_0, SC, assert_trivial=True), gl.convert_layout(removed_1, SC, assert_trivial=True))
+            removed_ = (
+                gl.convert_layout(removed_0, SC, assert_trivial=True),
+                gl.convert_layout(removed_1, SC, assert_trivial=True),
+            )
 
         scores = ()
         for t in gl.static_range(TILES):
@@ -410,7 +447,9 @@ def attend_codes(q, steps, numbers, records, page_stride, table, first_page, end
                     s = mma_v2(key_plane(key_words, p), operands[4 * t + p], s)
             upper, lower = gl.split(gl.reshape(s, [W, 64, 4, 2]))
             x = small_float(gl.convert_layout(upper * 128 + lower, SC, assert_trivial=True))
-            x = (x * units[t][None, None, :] + key_offset[:, :, None] * offsets[t][None, None, :]) * key_scale[:, :, None]
+            x = (x * units[t][None, None, :] + key_offset[:, :, None] * offsets[t][None, None, :]) * key_scale[
+                :, :, None
+            ]
             x += kept_0[:, :, None] * kept_a[t][None, None, :]
             x += kept_1[:, :, None] * kept_b[t][None, None, :]
             if SHAPE.removed_mean:
@@ -421,7 +460,9 @@ def attend_codes(q, steps, numbers, records, page_stride, table, first_page, end
             n = (page + warp)[:, None, None] * 64 + token_r + token_x
             seen = (n < end_token) & (n >= first_token)
             value_grid = gl.where(seen, value_grid, 0)
-            seen = gl.convert_layout(gl.permute(seen.to(gl.int32), [0, 2, 1]), gl.SliceLayout(3, BL), assert_trivial=True)
+            seen = gl.convert_layout(
+                gl.permute(seen.to(gl.int32), [0, 2, 1]), gl.SliceLayout(3, BL), assert_trivial=True
+            )
             hidden = ()
             for t in gl.static_range(TILES):
                 hidden += (gl.where((seen != 0)[:, :, :, None], scores[t], float("-inf")),)
@@ -482,7 +523,10 @@ def code_fragments(acc, T: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexp
     [f / 2, g, head, 2 (f % 2) + h], so that a lane's sums are as it has them, and its stores are of 16 bytes."""
     W: gl.constexpr = WARPS
     if SHAPE.head_dim == 64:
-        x = gl.join(gl.join(column_half(acc[0], T), column_half(acc[2], T)), gl.join(column_half(acc[1], T), column_half(acc[3], T)))
+        x = gl.join(
+            gl.join(column_half(acc[0], T), column_half(acc[2], T)),
+            gl.join(column_half(acc[1], T), column_half(acc[3], T)),
+        )
         x = gl.permute(x, [0, 4, 2, 3, 5, 1])
     else:
         x0 = gl.join(column_half(acc[0], T), column_half(acc[4], T))
@@ -500,7 +544,18 @@ def code_fragments(acc, T: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexp
 
 
 @gluon.jit
-def store_part(highest, lengths, z, x, T: gl.constexpr, CODES: gl.constexpr, stats, sums, SHAPE: gl.constexpr, WARPS: gl.constexpr):
+def store_part(
+    highest,
+    lengths,
+    z,
+    x,
+    T: gl.constexpr,
+    CODES: gl.constexpr,
+    stats,
+    sums,
+    SHAPE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """Merge what the warps found and store it: maximum and length per head, and the sums in the order of fragments."""
     W: gl.constexpr = WARPS
     HALVES: gl.constexpr = SHAPE.head_dim // 32
@@ -520,9 +575,15 @@ def store_part(highest, lengths, z, x, T: gl.constexpr, CODES: gl.constexpr, sta
         # Operands of a plane lack 2^24 of fp16's subnormals, less where their bits are.
         top = shared_m.load(ML)
         z = gl.sum(shared_z.load(ML) * exp2(top - m[None]), 0)
-        f = gl.arange(0, HALVES, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(0, RL)))))[:, None, None, None]
-        v = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(0, RL)))))[None, None, None, :]
-        g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(0, RL)))))[None, :, None, None]
+        f = gl.arange(
+            0, HALVES, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(0, RL))))
+        )[:, None, None, None]
+        v = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(0, RL)))))[
+            None, None, None, :
+        ]
+        g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(0, RL)))))[
+            None, :, None, None
+        ]
         channel = (2 * f + v // 2) * 16 + v % 2 * 8 + g
         factor = (127 + 24 - 2 * (channel // (SHAPE.head_dim // 8) % 5)) << 23
         x = x * float_of_bits(factor) + of_heads(z, x)
@@ -574,7 +635,9 @@ def window_operand(q, head, SHAPE: gl.constexpr, WARPS: gl.constexpr, QB: gl.con
 
 
 @gluon.jit
-def attend_window(q, keys, values, first, end, length, head, scale, stats, sums, SHAPE: gl.constexpr, WARPS: gl.constexpr):
+def attend_window(
+    q, keys, values, first, end, length, head, scale, stats, sums, SHAPE: gl.constexpr, WARPS: gl.constexpr
+):
     """16-bit window slots `first` to `end`; every warp takes 16 of them at a time."""
     TILES: gl.constexpr = SHAPE.tiles
     W: gl.constexpr = WARPS
@@ -603,14 +666,21 @@ def attend_window(q, keys, values, first, end, length, head, scale, stats, sums,
     B1: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, BL)))
     B2: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, BL)))
     B3: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, BL)))
-    slot = (gl.arange(0, W, layout=B1)[:, None, None] * 16 + gl.arange(0, 2, layout=B2)[None, :, None] * 8
-            + gl.arange(0, 8, layout=B3)[None, None, :])
+    slot = (
+        gl.arange(0, W, layout=B1)[:, None, None] * 16
+        + gl.arange(0, 2, layout=B2)[None, :, None] * 8
+        + gl.arange(0, 8, layout=B3)[None, None, :]
+    )
     for start in range(first, end, 16 * W):
         k = gl.load(keys + (start + slot_k) * D + channel_k, mask=start + slot_k < end, other=0.0)
         v = gl.load(values + (start + slot_v) * D + channel_v, mask=start + slot_v < end, other=0.0)
         seen = start + slot < end
         if SHAPE.sliding_window is not None:
-            age = gl.where(start + slot < SHAPE.sinks, length - 1 - start - slot, (length - 1 - start - slot) % max(1, SHAPE.ring))
+            age = gl.where(
+                start + slot < SHAPE.sinks,
+                length - 1 - start - slot,
+                (length - 1 - start - slot) % max(1, SHAPE.ring),
+            )
             seen = seen & (age < SHAPE.sliding_window)
         new_highest, new_lengths, new_acc = (), (), ()
         for t in gl.static_range(TILES):
@@ -643,6 +713,7 @@ def attend_window(q, keys, values, first, end, length, head, scale, stats, sums,
 
 # --- the last program's part ---------------------------------------------------------------------------------
 
+
 @gluon.jit
 def add_parts(stats, sums, first, end, T: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr):
     """The parts `first` to `end`, added up in their order: maximum, length [4 heads], and sums [HALVES, 8, 4 heads, 4]."""
@@ -662,7 +733,12 @@ def add_parts(stats, sums, first, end, T: gl.constexpr, SHAPE: gl.constexpr, WAR
         m = gl.load(at, mask=part_m < end, other=_LOWEST, cache_modifier=".cg")
         l = gl.load(at + 4 * SHAPE.tiles, mask=part_m < end, other=0.0, cache_modifier=".cg")
         part_x = part[:, None, None, None, None]
-        x = gl.load(sums + (part_x * SHAPE.tiles + T) * (4 * SHAPE.head_dim) + index, mask=part_x < end, other=0.0, cache_modifier=".cg")
+        x = gl.load(
+            sums + (part_x * SHAPE.tiles + T) * (4 * SHAPE.head_dim) + index,
+            mask=part_x < end,
+            other=0.0,
+            cache_modifier=".cg",
+        )
         m, l, x = merged(m, l, x)
         more = gl.maximum(top, m)
         old, new = exp2(top - more), exp2(m - more)
@@ -680,23 +756,47 @@ def by_channel(x, SHAPE: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def reduce(stats, sums, head, first_part, end_part, output_matrix, matrix_scale, sink_logits, out, SHAPE: gl.constexpr, WARPS: gl.constexpr):
+def reduce(
+    stats,
+    sums,
+    head,
+    first_part,
+    end_part,
+    output_matrix,
+    matrix_scale,
+    sink_logits,
+    out,
+    SHAPE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     W: gl.constexpr = WARPS
     D: gl.constexpr = SHAPE.head_dim
     TILES: gl.constexpr = SHAPE.tiles
     HALVES: gl.constexpr = D // 32
     RL: gl.constexpr = gl.SliceLayout(0, part_layout(_PARTS_AT_ONCE, HALVES, W))
-    HL: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, part_layout(_PARTS_AT_ONCE, HALVES, W)))))
+    HL: gl.constexpr = gl.SliceLayout(
+        0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, part_layout(_PARTS_AT_ONCE, HALVES, W))))
+    )
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, 1], instr_shape=[16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     if output_matrix is not None:
         ML: gl.constexpr = matrix_layout(D, W)
-        k = gl.arange(0, D // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, ML)))))[:, None, None, None, None]
-        c = gl.arange(0, D // 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, ML)))))[None, :, None, None, None]
-        g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, ML)))))[None, None, :, None, None]
-        j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, ML)))))[None, None, None, :, None]
-        v = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, ML)))))[None, None, None, None, :]
+        k = gl.arange(
+            0, D // 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, ML))))
+        )[:, None, None, None, None]
+        c = gl.arange(
+            0, D // 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, ML))))
+        )[None, :, None, None, None]
+        g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, ML)))))[
+            None, None, :, None, None
+        ]
+        j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, ML)))))[
+            None, None, None, :, None
+        ]
+        v = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, ML)))))[
+            None, None, None, None, :
+        ]
         matrix = gl.load(output_matrix + k * (16 * D) + c * 256 + g * 32 + j * 8 + v)
         # [steps, tiles, g, j, k half, row half, k low] to [tiles, row half, g, steps, k half, j, k low]
         matrix = gl.permute(gl.reshape(matrix, [D // 16, D // 16, 8, 4, 2, 2, 2]), [1, 5, 2, 0, 4, 3, 6])
@@ -755,9 +855,37 @@ def extent(context_len, row, splits, pages_per_split, SHAPE: gl.constexpr, WARPS
 
 
 @gluon.jit(do_not_specialize=["pages_per_split"])
-def decode_kernel(q, steps, numbers, pages, windows, context_len, block_table, window_slot, mean, within, starts, output_matrix, matrix_scale,
-                  sink_logits, stats, sums, arrived, out, scale, page_stride, record_stride, window_stride, values_stride, window_head_stride,
-                  table_stride, pages_per_split, SHAPE: gl.constexpr, WARPS: gl.constexpr):
+def decode_kernel(
+    q,
+    steps,
+    numbers,
+    pages,
+    windows,
+    context_len,
+    block_table,
+    window_slot,
+    mean,
+    within,
+    rope_cos,
+    rope_sin,
+    output_matrix,
+    matrix_scale,
+    sink_logits,
+    stats,
+    sums,
+    arrived,
+    out,
+    scale,
+    page_stride,
+    record_stride,
+    window_stride,
+    values_stride,
+    window_head_stride,
+    table_stride,
+    pages_per_split,
+    SHAPE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     D: gl.constexpr = SHAPE.head_dim
     BLOCKS: gl.constexpr = (SHAPE.group + 7) // 8
     split, row = gl.program_id(0), gl.program_id(2)
@@ -771,28 +899,64 @@ def decode_kernel(q, steps, numbers, pages, windows, context_len, block_table, w
     stats += part * (8 * SHAPE.tiles)
     sums += part * (SHAPE.tiles * 4 * D)
     slot = gl.load(window_slot + row).to(gl.int64)
-    length, in_window, first_token, end_token, first_page, pages_of, per_part, ahead, parts = extent(context_len, row, splits, pages_per_split, SHAPE, WARPS)
+    length, in_window, first_token, end_token, first_page, pages_of, per_part, ahead, parts = extent(
+        context_len, row, splits, pages_per_split, SHAPE, WARPS
+    )
     works = False
     if slot >= 0:
         works = split < parts
         if split == 0:
             keys = windows + slot * window_stride + kv_head * window_head_stride
-            attend_window(q + first_query * D, keys, keys + values_stride, 0, in_window, length, head, scale, stats, sums, SHAPE, WARPS)
+            attend_window(
+                q + first_query * D,
+                keys,
+                keys + values_stride,
+                0,
+                in_window,
+                length,
+                head,
+                scale,
+                stats,
+                sums,
+                SHAPE,
+                WARPS,
+            )
         first = gl.maximum(split * per_part - ahead, 0)
         stop = gl.minimum((split + 1) * per_part - ahead, pages_of)
         if first < stop:
             end = gl.minimum(end_token, (first_page + stop) * 64)
-            attend_codes(q + first_query * D, steps + (pair.to(gl.int64) * BLOCKS + block) * (SHAPE.tiles * 8 * D),
-                         numbers + (pair.to(gl.int64) * BLOCKS + block) * (SHAPE.tiles * 16), pages + kv_head.to(gl.int64) * record_stride,
-                         page_stride, block_table + row.to(gl.int64) * table_stride, first_page + first, first_page + stop, first_token, end,
-                         head, scale, mean + kv_head * D if SHAPE.removed_mean else mean, within, starts,
-                         stats + (split + 1) * (8 * SHAPE.tiles), sums + (split + 1) * (SHAPE.tiles * 4 * D), SHAPE, WARPS)
+            attend_codes(
+                q + first_query * D,
+                steps + (pair.to(gl.int64) * BLOCKS + block) * (SHAPE.tiles * 8 * D),
+                numbers + (pair.to(gl.int64) * BLOCKS + block) * (SHAPE.tiles * 16),
+                pages + kv_head.to(gl.int64) * record_stride,
+                page_stride,
+                block_table + row.to(gl.int64) * table_stride,
+                first_page + first,
+                first_page + stop,
+                first_token,
+                end,
+                head,
+                scale,
+                mean + kv_head * D if SHAPE.removed_mean else mean,
+                within,
+                rope_cos,
+                rope_sin,
+                stats + (split + 1) * (8 * SHAPE.tiles),
+                sums + (split + 1) * (SHAPE.tiles * 4 * D),
+                SHAPE,
+                WARPS,
+            )
     elif split == 0:
         L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         i = gl.arange(0, 8 * D, layout=L)
-        gl.store(out + first_query * D + head * D + i, gl.zeros([8 * D], out.dtype.element_ty, layout=L), mask=i < (SHAPE.group - head) * D)
+        gl.store(
+            out + first_query * D + head * D + i,
+            gl.zeros([8 * D], out.dtype.element_ty, layout=L),
+            mask=i < (SHAPE.group - head) * D,
+        )
     if works:
-        gl.thread_barrier()
+        _barrier()
         ticket = gl.program_id(1) + row * gl.num_programs(1)
         if gl.atomic_add(arrived + ticket, 1, sem="acq_rel") == parts - 1:
             matrix = output_matrix
@@ -804,5 +968,7 @@ def decode_kernel(q, steps, numbers, pages, windows, context_len, block_table, w
             if sink_logits is not None:
                 logits = sink_logits + kv_head * SHAPE.group
             first_part = gl.where((pages_of > 0) & (per_part > ahead), 1, 2)
-            reduce(stats, sums, head, first_part, parts + 1, matrix, factor, logits, out + first_query * D, SHAPE, WARPS)
+            reduce(
+                stats, sums, head, first_part, parts + 1, matrix, factor, logits, out + first_query * D, SHAPE, WARPS
+            )
             gl.store(arrived + ticket, 0)

@@ -60,7 +60,9 @@ def fragments_layout(warps, blocks):
 @gluon.constexpr_function
 def grids_layout(warps):
     """[warps, 8, 8]: token 8 r + x, r = lane / 4, x = register."""
-    return linear([[0, 0, 1], [0, 0, 2], [0, 0, 4]], [[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [warps, 8, 8])
+    return linear(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4]], [[0, 0, 0], [0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [warps, 8, 8]
+    )
 
 
 @gluon.constexpr_function
@@ -69,7 +71,9 @@ def keys_layout(warps, size):
     own = 4 if size == 16 else 8
     regs = [[0, 0, 0, 1 << i] for i in range(own.bit_length() - 1)] + [[0, 0, 0, 32]] * (size == 64)
     regs += [[0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
-    return linear(regs, [[0, 0, 0, own], [0, 0, 0, 2 * own], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]], [warps, 8, 8, size])
+    return linear(
+        regs, [[0, 0, 0, own], [0, 0, 0, 2 * own], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]], [warps, 8, 8, size]
+    )
 
 
 @gluon.constexpr_function
@@ -90,13 +94,23 @@ def fragment_layout(warps, halves):
 @gluon.constexpr_function
 def part_layout(parts, halves, warps):
     """[parts, halves, 8, 4, 4]: parts in registers, the rest over all threads, neighbours in memory side by side."""
-    bases = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
+    bases = [
+        [0, 0, 0, 0, 1],
+        [0, 0, 0, 0, 2],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 2, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 2, 0, 0],
+        [0, 0, 4, 0, 0],
+    ]
     bases += [[0, 1 << i, 0, 0, 0] for i in range(halves.bit_length() - 1)]
     threads = 5 + warps.bit_length() - 1
     own = max(0, len(bases) - threads)
     spread = bases[own:] + [[0, 0, 0, 0, 0]] * (threads - len(bases) + own)
     regs = bases[:own] + [[1 << i, 0, 0, 0, 0] for i in range(parts.bit_length() - 1)]
-    return gl.DistributedLinearLayout(reg_bases=regs, lane_bases=spread[:5], warp_bases=spread[5:], block_bases=[], shape=[parts, halves, 8, 4, 4])
+    return gl.DistributedLinearLayout(
+        reg_bases=regs, lane_bases=spread[:5], warp_bases=spread[5:], block_bases=[], shape=[parts, halves, 8, 4, 4]
+    )
 
 
 @gluon.constexpr_function
@@ -105,10 +119,16 @@ def matrix_layout(n, warps):
     count = (n // 16).bit_length() - 1
     bits = warps.bit_length() - 1
     tiles = [[0, 1 << i, 0, 0, 0] for i in range(count)]
-    regs = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 0, 0, 0, 4]] + tiles[bits:] + [[1 << i, 0, 0, 0, 0] for i in range(count)]
+    regs = (
+        [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 0, 0, 0, 4]]
+        + tiles[bits:]
+        + [[1 << i, 0, 0, 0, 0] for i in range(count)]
+    )
     lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
     warp = tiles[:bits] + [[0, 0, 0, 0, 0]] * max(0, bits - count)
-    return gl.DistributedLinearLayout(reg_bases=regs, lane_bases=lanes, warp_bases=warp, block_bases=[], shape=[n // 16, n // 16, 8, 4, 8])
+    return gl.DistributedLinearLayout(
+        reg_bases=regs, lane_bases=lanes, warp_bases=warp, block_bases=[], shape=[n // 16, n // 16, 8, 4, 8]
+    )
 
 
 @gluon.constexpr_function
@@ -116,4 +136,10 @@ def table_layout(warps):
     """[2 steps, 4 tiles, 8 g, 4 j, 8]: operands of [64 tokens, 32] as they lie in memory; all warps hold it."""
     regs = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 0, 0, 0, 4], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [1, 0, 0, 0, 0]]
     lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
-    return gl.DistributedLinearLayout(reg_bases=regs, lane_bases=lanes, warp_bases=[[0] * 5] * (warps.bit_length() - 1), block_bases=[], shape=[2, 4, 8, 4, 8])
+    return gl.DistributedLinearLayout(
+        reg_bases=regs,
+        lane_bases=lanes,
+        warp_bases=[[0] * 5] * (warps.bit_length() - 1),
+        block_bases=[],
+        shape=[2, 4, 8, 4, 8],
+    )

@@ -123,7 +123,9 @@ class GluonPlan:
     tuning: GluonTuning
 
 
-def plan_gluon(shape: GluonShape, batch: int, num_kv_heads: int, max_pages: int, num_sms: int) -> GluonPlan:
+def plan_gluon(
+    shape: GluonShape, batch: int, num_kv_heads: int, max_pages: int, num_sms: int, tuning: GluonTuning | None = None
+) -> GluonPlan:
     """The plan for a batch of sequences of up to `max_pages` pages on a GPU of `num_sms` multiprocessors.
 
     A launch takes as many waves as its programs need of the places there are, and a wave as many rounds as a program
@@ -133,7 +135,7 @@ def plan_gluon(shape: GluonShape, batch: int, num_kv_heads: int, max_pages: int,
     of sequence and head: one split each would leave a third of the GPU idle, two would take two waves for one and a
     third; they get 3, two full waves.
     """
-    tuning = tune_gluon(shape)
+    tuning = tuning or tune_gluon(shape)
     pairs, places = batch * num_kv_heads * shape.blocks, tuning.programs_per_sm() * num_sms
     units, pages_per_split = max_pages + shape.window_units, 2 * tuning.warps
     most = max(1, min(_MOST_SPLITS, -(-units // pages_per_split)))

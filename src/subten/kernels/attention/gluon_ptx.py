@@ -41,7 +41,9 @@ def value_plane(words, PLANE: gl.constexpr):
 
 @gluon.jit
 def exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -58,7 +60,14 @@ def float_of_bits(x):
 @gluon.jit
 def grid_scale(words):
     """fp16 scales of packed words, two at a time."""
-    return gl.inline_asm_elementwise("{.reg .b32 t; shr.u32 t, $1, 1; and.b32 $0, t, 0x7FE07FE0;}", "=r,r", [words], dtype=gl.float16, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 t; shr.u32 t, $1, 1; and.b32 $0, t, 0x7FE07FE0;}",
+        "=r,r",
+        [words],
+        dtype=gl.float16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @gluon.jit
@@ -67,23 +76,44 @@ def grid_offset(words):
     with an integer in its low bits, and 0x642C is 1024 and the 44 of an offset of zero."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 t, c; lop3.b32 t, $1, 0x003F003F, 0x64006400, 0xEA; mov.b32 c, 0x642C642C; sub.rn.f16x2 $0, t, c; }",
-        "=r,r", [words], dtype=gl.float16, is_pure=True, pack=2)
+        "=r,r",
+        [words],
+        dtype=gl.float16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @gluon.jit
 def low_half(x):
-    return gl.inline_asm_elementwise("{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a;}", "=f,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a;}",
+        "=f,r",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
 def high_half(x):
-    return gl.inline_asm_elementwise("{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b;}", "=f,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b;}",
+        "=f,r",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
 def transposed(x):
     """Each 8 x 8 fragment, transposed across the lanes of its warp."""
-    return gl.inline_asm_elementwise("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
+    )
 
 
 @gluon.constexpr_function
@@ -97,7 +127,9 @@ def prefetch_ptx(size):
 @gluon.jit
 def prefetch(address, SIZE: gl.constexpr):
     """Bring SIZE bytes per warp into the L2 cache: the whole of the page that it reads next."""
-    gl.inline_asm_elementwise(prefetch_ptx(SIZE), "=r,l", [address.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        prefetch_ptx(SIZE), "=r,l", [address.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 RAISE = gl.constexpr("""{
@@ -119,13 +151,20 @@ SAME:
 def raised(largest, highest):
     """A new running maximum per head, and the decay of older sums: both change only where it pays, when the maximum
     of some head (`largest` is each lane's) has risen by more than 4, which sums in float32 and weights in fp16 bear."""
-    return gl.inline_asm_elementwise(RAISE, "=&f,=&f,f,f", [largest, highest], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        RAISE, "=&f,=&f,f,f", [largest, highest], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
+    )
 
 
 @gluon.constexpr_function
 def decay_ptx():
     n = 16
-    lines = [f"setp.ne.f32 p, ${2 * n}, 0f3F800000;", f"setp.ne.or.f32 p, ${2 * n + 1}, 0f3F800000, p;", "vote.sync.any.pred p, p, 0xffffffff;", "@!p bra SAME;"]
+    lines = [
+        f"setp.ne.f32 p, ${2 * n}, 0f3F800000;",
+        f"setp.ne.or.f32 p, ${2 * n + 1}, 0f3F800000, p;",
+        "vote.sync.any.pred p, p, 0xffffffff;",
+        "@!p bra SAME;",
+    ]
     lines += [f"mul.f32 ${i}, ${i}, ${2 * n + i % 2};" for i in range(n)]
     return "{ .reg .pred p;\n" + "\n".join(lines) + "\nSAME:\n}"
 
@@ -140,5 +179,10 @@ def decay_constraints():
 def decayed(a, d):
     """Four sums times a decay: one test for all of them, since mostly nothing decays."""
     return gl.inline_asm_elementwise(
-        decay_ptx(), decay_constraints(), [a[0], a[1], a[2], a[3], d],
-        dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=4)
+        decay_ptx(),
+        decay_constraints(),
+        [a[0], a[1], a[2], a[3], d],
+        dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
+        is_pure=True,
+        pack=4,
+    )

@@ -12,8 +12,10 @@ from subten.formats.coding import LayerCoding
 from subten.formats.spec import PAGE_SIZE
 from subten.kernels.rope import RopeTable
 
-Q_STEPS = 8127.0
-"""Largest element of a query as an integer: 63 * 128 + 63, an upper and a lower half of 7 bits and a sign each."""
+Q_STEPS = 127.0 * 128 + 63
+"""Largest element of a query as an integer: an upper and a lower half of 8 bits each, the lower one in -64 .. 63."""
+LARGEST_SCORE = 2.0**22 - 2.0**12
+"""Largest sum of an integer query's products with codes that the kernel can read; less what rounding may add."""
 
 
 @dataclass(frozen=True)
@@ -24,47 +26,33 @@ class GluonTables:
     of a warp finds its eight numbers of a tile of 16 x 16 side by side.
 
     Attributes:
-        query_bound: float32 [layers, num_kv_heads], the length that an element of a coded query has at most, per
-            length of the query.
-        query_sum: float32 [layers, num_kv_heads, n], of the query matrix' columns, n as in `CodingTables`.
         output_matrix: float16 [layers, num_kv_heads, head_dim * head_dim], `value.from_coded` transposed, as an
             operand, over `output_scale`; None where values are not transformed.
         output_scale: float32 [layers, num_kv_heads], its largest element: those of a Hadamard transform become 1.
         within: float16 [64 * head_dim], cos and then sin from a page's first token to each of its tokens, the
-            amplitude of the rotation taken out, as an operand with tokens in the order of slots. None without mean key.
-        starts: float16 [pages, head_dim], cos and then sin of the first tokens of pages.
+            amplitude of the rotation taken out, as operands of 32 columns with tokens in the order of slots. None
+            without mean key.
     """
 
-    query_bound: Tensor
-    query_sum: Tensor
     output_matrix: Tensor | None
     output_scale: Tensor | None
     within: Tensor | None
-    starts: Tensor | None
 
     @classmethod
-    def of(
-        cls, query_matrix: Tensor, codings: Sequence[LayerCoding], rope: RopeTable | None, sinks: int
-    ) -> GluonTables:
-        """Of one coding per layer; `query_matrix` and `rope` are those of `CodingTables`."""
-        matrix = query_matrix.float()
+    def of(cls, codings: Sequence[LayerCoding], rope: RopeTable | None) -> GluonTables:
+        """Of one coding per layer; `rope` is that of `CodingTables`."""
         output = [coding.value.from_coded.mT for coding in codings if coding.value is not None]
         scale = torch.stack(output).abs().amax((2, 3)) if output else None
         return cls(
-            matrix.norm(dim=2).amax(-1),
-            matrix.sum(-1),
             None if scale is None else _operand(torch.stack(output) / scale[..., None, None]),
             scale,
             None if rope is None else _within(rope),
-            None if rope is None else _starts(rope, sinks),
         )
 
     def layer(self, part: slice) -> GluonTables:
         """Of some of the layers, as views."""
         return replace(
             self,
-            query_bound=self.query_bound[part],
-            query_sum=self.query_sum[part],
             output_matrix=None if self.output_matrix is None else self.output_matrix[part],
             output_scale=None if self.output_scale is None else self.output_scale[part],
         )
@@ -76,7 +64,8 @@ def _operand(matrix: Tensor) -> Tensor:
     first = tiles.ndim - 7
     # tile, row half, r, step, k half, j, k low -> step, tile, r, j, k half, row half, k low
     order = [first + axis for axis in (3, 0, 2, 5, 4, 1, 6)]
-    return tiles.permute(*range(first), *order).flatten(first).half().contiguous()
+    fragments: Tensor = tiles.permute(*range(first), *order).flatten(first).half().contiguous()
+    return fragments
 
 
 def _within(rope: RopeTable) -> Tensor:
@@ -84,8 +73,7 @@ def _within(rope: RopeTable) -> Tensor:
     turns = torch.cat([rope.cos[:PAGE_SIZE], rope.sin[:PAGE_SIZE]], dim=1)
     angles[: len(turns)] = turns / rope.cos[0].repeat(2)
     slot = torch.arange(PAGE_SIZE, device=angles.device)
-    return _operand(angles[slot % 8 * 8 + slot // 8])
-
-
-def _starts(rope: RopeTable, sinks: int) -> Tensor:
-    return torch.cat([rope.cos[sinks::PAGE_SIZE], rope.sin[sinks::PAGE_SIZE]], dim=1).half()
+    fragments = angles[slot % 8 * 8 + slot // 8].view(4, 2, 8, -1, 4, 2, 2, 2)
+    # tile, row half, r, chunk, j, step, k high, k low -> chunk, step, tile, r, j, k high, row half, k low: a lane loads
+    # eight neighbours, and they are the registers of one instruction
+    return fragments.permute(3, 5, 0, 2, 4, 6, 1, 7).flatten().half().contiguous()

@@ -35,7 +35,7 @@ from subten.formats.spec import KVFormat
 from subten.kernels.attention.append import _window_moves
 from subten.kernels.attention.device_cache import PagedLayers, tokens_in_pages
 from subten.kernels.attention.gluon_plan import head_tiles
-from subten.kernels.attention.gluon_tables import Q_STEPS
+from subten.kernels.attention.gluon_tables import LARGEST_SCORE, Q_STEPS
 from subten.kernels.attention.inputs import AttentionInputs, QKNorm, SequenceStep, WideTokens
 from subten.kernels.attention.triton_encode import encode_tokens, to_f16
 from subten.kernels.rope import RopeTable
@@ -43,7 +43,8 @@ from subten.kernels.rope import RopeTable
 _WARPS = 8
 _ROWS = 16
 """Queries of a program: as many as a tensor core takes at a time."""
-_Q_STEPS = tl.constexpr(Q_STEPS)
+_MOST_COLUMNS = 128
+_Q_STEPS, _LARGEST_SCORE = tl.constexpr(Q_STEPS), tl.constexpr(LARGEST_SCORE)
 _TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 """Added and taken away again, it rounds a float32 of less than 2^22 to the nearest integer."""
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -61,7 +62,7 @@ class DecodeQuery:
         kept: float32 [batch, num_heads, num_kept], q at the kept channels.
         steps: instead of `coded`, for the Gluon kernel: int8 [batch, num_kv_heads, blocks, tiles, operands, 8, bytes],
             the coded query as integers. Of a tile's four heads upper and lower halves alternate along the axis of 8;
-            operands and bytes are in the order of the codes in a key record. Heads that fill up a tile are not written.
+            operands and bytes are as the codes lie in a key record. Heads that fill up a tile are not written.
         numbers: float32 [batch, num_kv_heads, blocks * tiles * 4, 4], what an integer step is worth, an eighth of the
             sum over the coded query, and q at the two kept channels.
     """
@@ -160,11 +161,13 @@ def append_arguments(
     batch, num_heads, head_dim = q.shape
     padded = triton.next_power_of_2(head_dim)
     group = num_heads // k.shape[1]
-    columns = _columns(batch * group, padded)
+    columns = min(_MOST_COLUMNS, padded) if out.steps is not None else _columns(batch * group, padded)
     changed = out.q is not q
     coded = out.coded is not None or out.steps is not None
-    parts = triton.cdiv(head_dim, columns) if coded else int(changed or out.kept.numel() > 0)
-    gluon = tables.gluon if out.steps is not None else None
+    parts = int(changed or out.kept.numel() > 0)
+    if coded:
+        # As integers all columns of a query share one step: one program has them all.
+        parts = 1 if out.steps is not None else triton.cdiv(head_dim, columns)
     return {
         "q": q,
         "k": k,
@@ -180,8 +183,6 @@ def append_arguments(
         "window_slot": inputs.window_slot,
         "query_matrix": tables.query_matrix,
         "kept_channels": tables.kept_channels,
-        "query_bound": gluon and gluon.query_bound,
-        "query_sum": gluon and gluon.query_sum,
         "q_weight": norm and norm.q_weight,
         "k_weight": norm and norm.k_weight,
         "cos": rope and rope.cos,
@@ -225,8 +226,6 @@ def append_kernel(
     window_slot,
     query_matrix,
     kept_channels,
-    query_bound,
-    query_sum,
     q_weight,
     k_weight,
     cos,
@@ -301,8 +300,6 @@ def append_kernel(
             of_group,
             query_matrix,
             kept_channels,
-            query_bound,
-            query_sum,
             context_len,
             q_weight,
             cos,
@@ -333,8 +330,6 @@ def _prepare_queries(
     of_group,
     query_matrix,
     kept_channels,
-    query_bound,
-    query_sum,
     context_len,
     weight,
     cos,
@@ -352,36 +347,44 @@ def _prepare_queries(
     HALF: tl.constexpr = HEAD_DIM // 2
     live = sequence < batch
     channel = tl.arange(0, PADDED // 2)[None, :]
-    column = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     position = tl.load(context_len + sequence, mask=live, other=0)
-    if q_coded is not None or q_steps is not None:
-        line = tl.arange(0, PADDED // 2)[:, None]
-        matrix = query_matrix + (head * HEAD_DIM + line) * PADDED + column
-        upper = tl.load(matrix, mask=line < HALF, other=0.0)
-        lower = tl.load(matrix + HALF * PADDED, mask=line < HALF, other=0.0)
+    if q_coded is not None:
+        column = part * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        upper, lower = _load_matrix(query_matrix, head, column, HEAD_DIM, PADDED)
+    if q_steps is not None:
+        matrices = ()
+        for start in tl.static_range(0, PADDED, COLUMNS):
+            matrices += (_load_matrix(query_matrix, head, start + tl.arange(0, COLUMNS)[None, :], HEAD_DIM, PADDED),)
     first_kept, second_kept = tl.full([1, PADDED // 2], -1, tl.int32), tl.full([1, PADDED // 2], -1, tl.int32)
     for kept in tl.static_range(NUM_KEPT):
         kept_channel = tl.load(kept_channels + head * NUM_KEPT + kept)
         first_kept = tl.where(channel == kept_channel, kept, first_kept)
         second_kept = tl.where(channel + HALF == kept_channel, kept, second_kept)
     first, second = _heads(q, live, position, weight, cos, sin, eps, HEAD_DIM, PADDED)
-    if q_coded is not None or q_steps is not None:
-        coded = tl.dot(to_f16(second), lower, tl.dot(to_f16(first), upper))
     if q_coded is not None:
+        coded = _coded(first, second, upper, lower)
         tl.store(q_coded + query * HEAD_DIM + column, to_f16(coded), mask=live & (column < HEAD_DIM))
     if q_steps is not None:
-        length = tl.sqrt(tl.sum(first * first, 1, keep_dims=True) + tl.sum(second * second, 1, keep_dims=True))
-        unit = tl.maximum(length * tl.load(query_bound + head), 1e-20) * (max(1, HEAD_DIM // 128) / _Q_STEPS)
+        largest = tl.zeros([first.shape[0], 1], tl.float32)
+        total, length = largest, largest
+        parts = ()
+        for index in tl.static_range(PADDED // COLUMNS):
+            coded = _coded(first, second, matrices[index][0], matrices[index][1])
+            parts += (coded,)
+            of_plane = coded * _plane_factor(index * COLUMNS + tl.arange(0, COLUMNS)[None, :], HEAD_DIM)
+            largest = tl.maximum(largest, tl.max(tl.abs(of_plane), 1, keep_dims=True))
+            total += tl.sum(coded, 1, keep_dims=True)
+            length += tl.sum(tl.abs(coded), 1, keep_dims=True)
+        # As small as the halves of an integer and the sums of its products with codes allow.
+        unit = tl.maximum(tl.maximum(largest / _Q_STEPS, length * (3.0 / _LARGEST_SCORE)), 1e-20)
         TILES: tl.constexpr = 1 if GROUP <= 4 else 2
         PADDED_GROUP: tl.constexpr = (GROUP + 4 * TILES - 1) // (4 * TILES) * (4 * TILES)
         of_tiles = (sequence * tl.num_programs(1) + head) * PADDED_GROUP + of_group
-        _store_integers(q_steps, coded, unit, of_tiles, column, live, HEAD_DIM)
-        if part == 0:
-            sums = query_sum + head * PADDED + tl.broadcast_to(channel, first.shape)
-            total = tl.sum(first * tl.load(sums, mask=channel < HALF, other=0.0), 1, keep_dims=True)
-            total += tl.sum(second * tl.load(sums + HALF, mask=channel < HALF, other=0.0), 1, keep_dims=True)
-            tl.store(q_numbers + of_tiles * 4, unit, mask=live)
-            tl.store(q_numbers + of_tiles * 4 + 1, total * 0.125, mask=live)
+        for index in tl.static_range(PADDED // COLUMNS):
+            column = index * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            _store_integers(q_steps, parts[index], unit, of_tiles, column, live, HEAD_DIM)
+        tl.store(q_numbers + of_tiles * 4, unit, mask=live)
+        tl.store(q_numbers + of_tiles * 4 + 1, total * 0.125, mask=live)
     if part == 0:
         inside = live & (channel < HALF)
         if q_out is not None:
@@ -399,14 +402,33 @@ def _prepare_queries(
 
 
 @triton.jit
+def _load_matrix(query_matrix, head, column, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Columns of a head's query matrix, for the first half of the channels and for the second."""
+    line = tl.arange(0, PADDED // 2)[:, None]
+    matrix = query_matrix + (head * HEAD_DIM + line) * PADDED + column
+    upper = tl.load(matrix, mask=line < HEAD_DIM // 2, other=0.0)
+    return upper, tl.load(matrix + HEAD_DIM // 2 * PADDED, mask=line < HEAD_DIM // 2, other=0.0)
+
+
+@triton.jit
+def _coded(first, second, upper, lower):
+    return tl.dot(to_f16(second), lower, tl.dot(to_f16(first), upper))
+
+
+@triton.jit
+def _plane_factor(column, HEAD_DIM: tl.constexpr):
+    """Codes of odd planes are read two bits further up."""
+    return tl.where(column // (HEAD_DIM // 8) % 2 == 1, 0.25, 1.0)
+
+
+@triton.jit
 def _store_integers(q_steps, coded, unit, query, column, live, HEAD_DIM: tl.constexpr):
-    """Columns of coded queries as integers of 14 bits, in the order in which the Gluon kernel multiplies key codes."""
+    """Columns of coded queries as integers of 15 bits, in the order in which the Gluon kernel multiplies key codes."""
     WORDS: tl.constexpr = HEAD_DIM // 8
     SIZE: tl.constexpr = max(32, HEAD_DIM // 4)
     plane, byte = column // WORDS % 4, column % WORDS * 2 + column // (4 * WORDS)
-    # Codes of odd planes are read two bits further up.
-    value = coded * tl.where(plane % 2 == 1, 0.25, 1.0) / unit
-    value = (value + _TO_INTEGER) - _TO_INTEGER
+    value = coded * _plane_factor(column, HEAD_DIM) / unit
+    value = tl.clamp((value + _TO_INTEGER) - _TO_INTEGER, -_Q_STEPS, _Q_STEPS)
     upper = tl.floor(value * (1 / 128) + 0.5)
     lower = value - 128.0 * upper
     if HEAD_DIM == 64:

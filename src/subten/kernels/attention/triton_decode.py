@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from subten.formats.spec import PAGE_SIZE
+from subten.kernels.attention.decode_kernel import DecodeKernel
 from subten.kernels.attention.device_cache import PagedLayers
 from subten.kernels.attention.inputs import AttentionInputs
 from subten.kernels.attention.plan import FEW_SPLITS, WINDOW_SPLIT, DecodePlan, DecodeShape, plan_decode
@@ -131,7 +132,7 @@ def attend_decode(
     """
     num_kv_heads = layer.pages.shape[2]
     shape = DecodeShape.of(layer.layout, query.q.shape[1] // num_kv_heads, sliding_window)
-    plan = plan or _default_plan(query, layer, inputs, shape)
+    plan = plan or _default_plan(query, layer, inputs.block_table.shape[1], shape)
     scratch = scratch or DecodeScratch.allocate(query, layer, plan)
     out = torch.empty_like(query.q, memory_format=torch.contiguous_format)
     arguments = decode_arguments(query, layer, inputs, scale, plan, scratch, shape, sink_logits, out)
@@ -143,18 +144,21 @@ def attend_decode(
 
 
 def prepare_decode(
-    query: DecodeQuery, layer: PagedLayers, inputs: AttentionInputs, *, sliding_window: int | None = None
+    query: DecodeQuery, layer: PagedLayers, max_pages: int, *, sliding_window: int | None = None
 ) -> tuple[DecodePlan, DecodeScratch]:
-    """Plan and scratch of `attend_decode`, for all steps and layers of these shapes and this width of block table."""
+    """Plan and scratch of `attend_decode`, for all steps and layers of these shapes and sequences of `max_pages`."""
     shape = DecodeShape.of(layer.layout, query.q.shape[1] // layer.pages.shape[2], sliding_window)
-    plan = _default_plan(query, layer, inputs, shape)
+    plan = _default_plan(query, layer, max_pages, shape)
     return plan, DecodeScratch.allocate(query, layer, plan)
 
 
-def _default_plan(query: DecodeQuery, layer: PagedLayers, inputs: AttentionInputs, shape: DecodeShape) -> DecodePlan:
-    removed_mean, max_pages = layer.tables.mean is not None, inputs.block_table.shape[1]
+def _default_plan(query: DecodeQuery, layer: PagedLayers, max_pages: int, shape: DecodeShape) -> DecodePlan:
+    removed_mean = layer.tables.mean is not None
     num_sms = _multiprocessors(query.q.device)
     return plan_decode(shape, removed_mean, len(query.q), layer.pages.shape[2], max_pages, num_sms)
+
+
+DECODE = DecodeKernel(attend_decode, prepare_decode)
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -10,23 +10,25 @@ A step that only decodes is known by its shapes. It reads nothing back to the ho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
+from subten.kernels.attention.decode_kernel import DecodeKernel
 from subten.kernels.attention.device_cache import PagedLayers
 from subten.kernels.attention.inputs import AttentionInputs, LayerCache, QKNorm
 from subten.kernels.attention.paged import norm_and_rotate
 from subten.kernels.attention.triton_append import DecodeQuery, WideBatch, append_chunk, append_decode
-from subten.kernels.attention.triton_decode import attend_decode
+from subten.kernels.attention.triton_decode import DECODE
 from subten.kernels.attention.triton_encode import encode_leaving
 from subten.kernels.attention.triton_prefill import attend_prefill
 from subten.kernels.rope import RopeTable
 
-AttendDecode = Callable[[DecodeQuery, PagedLayers, AttentionInputs, float], Tensor]
-"""``attend_decode(query, layer, inputs, scale)``: of a decode step, [batch, num_heads, head_dim] in q's dtype."""
-
 AttendPrefill = Callable[[Tensor, WideBatch, PagedLayers, AttentionInputs, float], Tensor]
 """``attend_prefill(q, wide, layer, inputs, scale)``: of chunks, [tokens, num_heads, head_dim] in q's dtype."""
+
+_KEPT_PLANS = 32
+"""Shapes of decode steps whose plan and scratch memory are kept."""
 
 
 class TritonPagedAttention:
@@ -35,7 +37,7 @@ class TritonPagedAttention:
     Args:
         caches: of the layers. Layers that share their allocations and their layout, as those of one cache do, are
             coded in one launch.
-        decode: attention of a decode step; by default the Triton kernel.
+        decode: attention of a decode step; by default the portable Triton kernel.
         prefill: attention of chunks; by default the Triton kernel.
 
     Raises:
@@ -45,7 +47,7 @@ class TritonPagedAttention:
     def __init__(
         self,
         caches: Sequence[LayerCache],
-        decode: AttendDecode = attend_decode,
+        decode: DecodeKernel = DECODE,
         prefill: AttendPrefill = attend_prefill,
     ) -> None:
         self._decode, self._prefill = decode, prefill
@@ -61,6 +63,7 @@ class TritonPagedAttention:
         }
         self._layers = [views[index] for index in range(len(caches))]
         self._decoded: AttentionInputs | None = None  # of the step that `attend` is in
+        self._prepared: dict[tuple[object, ...], tuple[Any, Any]] = {}
 
     def attend(
         self,
@@ -112,8 +115,19 @@ class TritonPagedAttention:
         norm: QKNorm | None,
         rope: RopeTable | None,
     ) -> Tensor:
-        query = append_decode(q, k, v, layer, inputs, norm=norm, rope=rope)
-        return self._decode(query, layer, inputs, scale)
+        query = append_decode(q, k, v, layer, inputs, norm=norm, rope=rope, integer=self._decode.integer_query)
+        return self._decode.attend(query, layer, inputs, scale, *self._plan(query, layer, inputs))
+
+    def _plan(self, query: DecodeQuery, layer: PagedLayers, inputs: AttentionInputs) -> tuple[Any, Any]:
+        """Plan and scratch of a decode step: one for sequences of up to twice the pages, so that few are needed, and
+        the same for the steps in which a sequence grows."""
+        max_pages = 1 << (inputs.block_table.shape[1] - 1).bit_length()
+        key = layer.layout, query.q.shape, max_pages, layer.tables.mean is None
+        if key not in self._prepared:
+            if len(self._prepared) == _KEPT_PLANS:
+                del self._prepared[next(iter(self._prepared))]
+            self._prepared[key] = self._decode.prepare(query, layer, max_pages)
+        return self._prepared[key]
 
     def _attend_chunks(
         self,
