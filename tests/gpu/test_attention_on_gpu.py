@@ -7,18 +7,20 @@ import torch
 
 from subten.kernels.attention.gluon_decode import DECODE as GLUON
 from subten.kernels.attention.triton_decode import DECODE as TRITON
-from support.on_gpu import GpuCache, worst_error
+from support.on_gpu import GpuCache, overall_error, worst_error
 
 pytestmark = pytest.mark.gpu
 
-ALLOWED = 2e-3
+ALLOWED, ALLOWED_OF_ONE = 2e-3, 3e-3
+"""Relative errors of a batch, and of the sequence, or query, where it is largest."""
 EDGES = (0, 1, 63, 64, 65, 191, 255, 256, 257, 300, 319, 320, 321, 383, 384, 385, 1000, 3000)
 """Tokens before the new one; with default windows of 64 and 192 the first page begins at 256."""
 
 
 def check(cache: GpuCache, kernel, **options) -> None:
     found, again, expected = cache.decode(kernel, **options)
-    assert worst_error(found, expected) <= ALLOWED
+    assert overall_error(found, expected) <= ALLOWED
+    assert worst_error(found, expected) <= ALLOWED_OF_ONE
     assert torch.equal(found, again), "the result depends on which program was last"
 
 
@@ -74,4 +76,4 @@ def test_triton_prefill(name: str, head_dim: int, group: int, rule) -> None:
     cache = GpuCache.of(name, head_dim, 2, group, (0, 100, 700, 2000), room=400, rule=rule, seed=head_dim + group)
     found, expected = cache.prefill((300, 1, 257, 64), rule)
     assert worst_error(found, expected) <= 5e-3
-    assert float((found - expected).norm() / expected.norm()) <= ALLOWED
+    assert overall_error(found, expected) <= ALLOWED

@@ -155,3 +155,8 @@ def worst_error(found: Tensor, expected: Tensor) -> float:
     """Relative, of the sequence, or query, where it is largest."""
     found, expected = found.double().flatten(1), expected.double().flatten(1)
     return float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
+
+
+def overall_error(found: Tensor, expected: Tensor) -> float:
+    """Relative, of the whole batch."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from subten.formats import CacheGeometry, PageLayout, get_format
 from subten.kernels.attention import AttentionInputs, LayerCache, PagedAttention, QKNorm
-from subten.kernels.attention.device_cache import CODED_AHEAD, PagedLayers
+from subten.kernels.attention.decode_kernel import DecodeKernel
+from subten.kernels.attention.device_cache import CODED_AHEAD
 from subten.kernels.attention.paged import TorchPagedAttention
 from subten.kernels.attention.triton_append import DecodeQuery
 from subten.kernels.attention.triton_encode import Tile
@@ -114,8 +115,11 @@ def test_a_sequence_gets_the_same_whatever_its_companions() -> None:
     assert all(torch.equal(a, b) for a, b in zip(together.bytes(), alone.bytes(), strict=True))
 
 
-def only_the_query(query: DecodeQuery, layer: PagedLayers, inputs: AttentionInputs, scale: float) -> Tensor:
+def only_the_query(query: DecodeQuery, *_: object) -> Tensor:
     return query.q
+
+
+ONLY_THE_QUERY = DecodeKernel(only_the_query, lambda query, layer, max_pages: (None, None))
 
 
 def no_prefill(*args: object) -> Tensor:
@@ -126,7 +130,7 @@ def test_nothing_of_a_decode_step_is_read_on_the_host() -> None:
     """Nor is anything that depends on it computed there: a CUDA graph can capture the step."""
     memory = Memory.of("kv2-plain", 2)
     memory.held = [40, 3]
-    attention = TritonPagedAttention(memory.caches, only_the_query, no_prefill)
+    attention = TritonPagedAttention(memory.caches, ONLY_THE_QUERY, no_prefill)
     inputs, positions, tokens = memory.inputs({0: 1, 1: 1})
     for layer in range(LAYERS):
         q, k, v = tokens[:, layer].split([HEADS * GROUP, HEADS, HEADS], dim=1)
@@ -138,7 +142,7 @@ def test_nothing_of_a_decode_step_is_read_on_the_host() -> None:
 def test_what_leaves_next_is_coded_when_the_step_ends() -> None:
     """In all layers, for sequences that decoded; chunks have coded theirs before."""
     memory = Memory.of("kv2-plain", 2)
-    attention = TritonPagedAttention(memory.caches, only_the_query, lambda q, *rest: q)
+    attention = TritonPagedAttention(memory.caches, ONLY_THE_QUERY, lambda q, *rest: q)
     memory.step(attention, {0: 30, 1: 30})
     before = memory.bytes()[0]
     memory.step(attention, {0: 1, 1: 9}, finish=False)
@@ -159,7 +163,7 @@ def test_layers_of_one_cache_are_coded_together_and_others_apart() -> None:
     empty = torch.zeros(1, HEADS, layout.record_bytes, dtype=torch.uint8), torch.zeros(1, 2, HEADS, 0, HEAD_DIM)
     wide = LayerCache(*empty, replace(one.caches[0].coding, key=None, value=None), None, layout)
     mixed = [one.caches[0], two.caches[0], wide, one.caches[1], two.caches[1]]
-    attention = TritonPagedAttention(mixed, only_the_query, no_prefill)
+    attention = TritonPagedAttention(mixed, ONLY_THE_QUERY, no_prefill)
     assert [len(layers.pages) for layers in attention._groups] == [2, 2, 1]
     for cache, layer in zip(mixed, attention._layers, strict=True):
         assert layer.pages.data_ptr() == cache.pages.data_ptr()

@@ -143,3 +143,21 @@ def table_layout(warps):
         block_bases=[],
         shape=[2, 4, 8, 4, 8],
     )
+
+
+@gluon.constexpr_function
+def axis_layout(layout, rank, axis):
+    """Of a vector that becomes one axis of tensors in `layout` by adding the others, the first one first."""
+    for other in reversed([other for other in range(rank) if other != axis]):
+        layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def axis(SIZE: gl.constexpr, AXIS: gl.constexpr, RANK: gl.constexpr, LAYOUT: gl.constexpr):
+    """0 .. SIZE - 1 along one axis of tensors in a layout, and size 1 along all others."""
+    x = gl.arange(0, SIZE, layout=axis_layout(LAYOUT, RANK, AXIS))
+    for other in gl.static_range(RANK):
+        if other != AXIS:
+            x = gl.expand_dims(x, other)
+    return x

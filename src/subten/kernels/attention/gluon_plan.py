@@ -97,9 +97,9 @@ class GluonTuning:
 def tune_gluon(shape: GluonShape) -> GluonTuning:
     """Measured on an H200 (docs/kernels/attention.md).
 
-    At head_dim 128 and up to four heads, 168 registers beat 128 although twelve warps per multiprocessor then take the
-    place of sixteen: all loads of a page are in flight before the first is used. Eight heads, or head_dim 256, have
-    twice the scores or twice the sums, and take 255.
+    At head_dim 128 and up to four heads, 168 registers beat 128 although twelve warps per multiprocessor then take
+    the place of sixteen: all loads of a page are in flight before the first is used. Eight heads, or head_dim 256,
+    have twice the scores or twice the sums, and take 255.
     """
     if shape.head_dim == 64:
         return GluonTuning(warps=4, registers=128 if shape.tiles == 1 and not shape.removed_mean else 168)
@@ -130,7 +130,7 @@ def plan_gluon(
 
     A launch takes as many waves as its programs need of the places there are, and a wave as many rounds as a program
     has pages per warp, and some more (`_FIXED_ROUNDS`). Examples for head_dim 128 in groups of 4 on 132
-    multiprocessors, which hold 396 programs: one sequence of 512 pages (32k tokens) and 8 heads gets 48 splits, three
+    multiprocessors, which hold 396 programs: one sequence of 512 pages (32k tokens) and 8 heads gets 44 splits, three
     rounds each. 8 sequences get 6 splits, one wave of 384 programs: 7 would be two waves. 32 sequences are 256 pairs
     of sequence and head: one split each would leave a third of the GPU idle, two would take two waves for one and a
     third; they get 3, two full waves.
@@ -152,7 +152,7 @@ def why_not_gluon(layout: PageLayout) -> str | None:
     """Why the Gluon kernel does not serve a layout, or None where it does."""
     fmt = layout.format
     if not (_two_bit(fmt.key) and _two_bit(fmt.value) and fmt.key.kept_pairs == 1 and fmt.key.transform != "none"):
-        return f"the gluon kernel serves kv2 and kv2-plain, not '{fmt.name}'; choose the triton one"
+        return f"the gluon kernel serves kv2 and kv2-plain, not the KV format '{fmt.name}'; choose the triton one"
     if layout.head_dim not in HEAD_DIMS:
         return f"the gluon kernel serves head_dim 64, 128 and 256, not {layout.head_dim}; choose the triton one"
     return None

@@ -14,11 +14,13 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def shifted_field(shift, mask):
+    """The bits of a register under a mask, after a shift to the right."""
     return f"{{ .reg .b32 t; shr.u32 t, $1, {shift}; and.b32 $0, t, {mask}; }}"
 
 
 @gluon.constexpr_function
 def key_plane_ptx(plane):
+    """See `key_plane`."""
     return shifted_field(plane // 2 * 4, (3 << plane % 2 * 2) * 0x01010101)
 
 
@@ -30,6 +32,7 @@ def key_plane(words, PLANE: gl.constexpr):
 
 @gluon.constexpr_function
 def value_plane_ptx(plane):
+    """See `value_plane`."""
     return shifted_field(plane // 5 * 10, (3 << plane % 5 * 2) * 0x10001)
 
 
@@ -41,6 +44,7 @@ def value_plane(words, PLANE: gl.constexpr):
 
 @gluon.jit
 def exp2(x):
+    """2^x, subnormal numbers as zero."""
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -54,6 +58,7 @@ def small_float(x):
 
 @gluon.jit
 def float_of_bits(x):
+    """An int32 as the float32 of the same bits."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -75,7 +80,8 @@ def grid_offset(words):
     """fp16 offsets of packed words from the lower end of the grid, in eighths of the scale: 0x6400 is 1024 as a fp16,
     with an integer in its low bits, and 0x642C is 1024 and the 44 of an offset of zero."""
     return gl.inline_asm_elementwise(
-        "{ .reg .b32 t, c; lop3.b32 t, $1, 0x003F003F, 0x64006400, 0xEA; mov.b32 c, 0x642C642C; sub.rn.f16x2 $0, t, c; }",
+        "{ .reg .b32 t, c; lop3.b32 t, $1, 0x003F003F, 0x64006400, 0xEA; "
+        "mov.b32 c, 0x642C642C; sub.rn.f16x2 $0, t, c; }",
         "=r,r",
         [words],
         dtype=gl.float16,
@@ -86,8 +92,9 @@ def grid_offset(words):
 
 @gluon.jit
 def low_half(x):
+    """The lower fp16 of an int32, as float32."""
     return gl.inline_asm_elementwise(
-        "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a;}",
+        "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a; }",
         "=f,r",
         [x],
         dtype=gl.float32,
@@ -98,8 +105,9 @@ def low_half(x):
 
 @gluon.jit
 def high_half(x):
+    """The upper fp16 of an int32, as float32."""
     return gl.inline_asm_elementwise(
-        "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b;}",
+        "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b; }",
         "=f,r",
         [x],
         dtype=gl.float32,
@@ -118,6 +126,7 @@ def transposed(x):
 
 @gluon.constexpr_function
 def prefetch_ptx(size):
+    """See `prefetch`: by one lane."""
     return (
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; "
         f"@p cp.async.bulk.prefetch.L2.global [$1], {size}; mov.b32 $0, 0; }}"
@@ -132,7 +141,7 @@ def prefetch(address, SIZE: gl.constexpr):
     )
 
 
-RAISE = gl.constexpr("""{
+_RAISE = gl.constexpr("""{
 .reg .pred p; .reg .f32 t, u;
 sub.f32 t, $2, $3; setp.gt.f32 p, t, 0f40800000;
 mov.f32 $0, $3; mov.f32 $1, 0f3F800000;
@@ -149,39 +158,46 @@ SAME:
 
 @gluon.jit
 def raised(largest, highest):
-    """A new running maximum per head, and the decay of older sums: both change only where it pays, when the maximum
-    of some head (`largest` is each lane's) has risen by more than 4, which sums in float32 and weights in fp16 bear."""
+    """A new running maximum per head, and the decay of older sums. `largest` is each lane's.
+
+    Both change only when the maximum of some head has risen by more than 4: sums in float32 and weights in fp16 bear
+    weights of up to 2^4 instead of 1, and mostly nothing is left to do.
+    """
     return gl.inline_asm_elementwise(
-        RAISE, "=&f,=&f,f,f", [largest, highest], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
+        _RAISE, "=&f,=&f,f,f", [largest, highest], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
     )
+
+
+_SUMS = 16
+"""Registers of the four tensors that `decayed` takes at a time."""
 
 
 @gluon.constexpr_function
 def decay_ptx():
-    n = 16
+    """See `decayed`. The two operands behind the sums are the decays of a lane's two columns."""
     lines = [
-        f"setp.ne.f32 p, ${2 * n}, 0f3F800000;",
-        f"setp.ne.or.f32 p, ${2 * n + 1}, 0f3F800000, p;",
+        f"setp.ne.f32 p, ${2 * _SUMS}, 0f3F800000;",
+        f"setp.ne.or.f32 p, ${2 * _SUMS + 1}, 0f3F800000, p;",
         "vote.sync.any.pred p, p, 0xffffffff;",
         "@!p bra SAME;",
+        *(f"mul.f32 ${i}, ${i}, ${2 * _SUMS + i % 2};" for i in range(_SUMS)),
     ]
-    lines += [f"mul.f32 ${i}, ${i}, ${2 * n + i % 2};" for i in range(n)]
     return "{ .reg .pred p;\n" + "\n".join(lines) + "\nSAME:\n}"
 
 
 @gluon.constexpr_function
 def decay_constraints():
-    n = 16
-    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * 4)
+    """Results in the registers of the operands."""
+    return ",".join(["=f"] * _SUMS + [str(i) for i in range(_SUMS)] + ["f"] * 4)
 
 
 @gluon.jit
-def decayed(a, d):
-    """Four sums times a decay: one test for all of them, since mostly nothing decays."""
+def decayed(sums, decay):
+    """Four sums [warps, rows, 8] times a decay of the same shape: one test for all, since mostly nothing decays."""
     return gl.inline_asm_elementwise(
         decay_ptx(),
         decay_constraints(),
-        [a[0], a[1], a[2], a[3], d],
+        [sums[0], sums[1], sums[2], sums[3], decay],
         dtype=(gl.float32, gl.float32, gl.float32, gl.float32),
         is_pure=True,
         pack=4,

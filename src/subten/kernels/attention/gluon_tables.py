@@ -22,8 +22,8 @@ LARGEST_SCORE = 2.0**22 - 2.0**12
 class GluonTables:
     """Of one or more layers of one model.
 
-    An operand of the tensor core (m16n8k16) is stored as its fragments: [steps, tiles, 8, 4, 8], where the lane (r, j)
-    of a warp finds its eight numbers of a tile of 16 x 16 side by side.
+    An operand of the tensor core (m16n8k16) is stored as its fragments: [steps, tiles, 8, 4, 8], where the lane
+    (r, j) of a warp finds its eight numbers of a tile of 16 x 16 side by side.
 
     Attributes:
         output_matrix: float16 [layers, num_kv_heads, head_dim * head_dim], `value.from_coded` transposed, as an
@@ -74,6 +74,6 @@ def _within(rope: RopeTable) -> Tensor:
     angles[: len(turns)] = turns / rope.cos[0].repeat(2)
     slot = torch.arange(PAGE_SIZE, device=angles.device)
     fragments = angles[slot % 8 * 8 + slot // 8].view(4, 2, 8, -1, 4, 2, 2, 2)
-    # tile, row half, r, chunk, j, step, k high, k low -> chunk, step, tile, r, j, k high, row half, k low: a lane loads
-    # eight neighbours, and they are the registers of one instruction
+    # tile, row half, r, chunk, j, step, k high, k low -> chunk, step, tile, r, j, k high, row half, k low: a lane
+    # loads eight neighbours, and they are the registers of one instruction
     return fragments.permute(3, 5, 0, 2, 4, 6, 1, 7).flatten().half().contiguous()

@@ -20,6 +20,7 @@ Chunks are `append_chunk`: the tokens that leave are coded by the same kernel, t
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -60,9 +61,9 @@ class DecodeQuery:
         coded: float16 [batch, num_heads, head_dim], zero at the kept channels and taken into the coded space of the
             keys; None where keys are coded in their own space.
         kept: float32 [batch, num_heads, num_kept], q at the kept channels.
-        steps: instead of `coded`, for the Gluon kernel: int8 [batch, num_kv_heads, blocks, tiles, operands, 8, bytes],
-            the coded query as integers. Of a tile's four heads upper and lower halves alternate along the axis of 8;
-            operands and bytes are as the codes lie in a key record. Heads that fill up a tile are not written.
+        steps: instead of `coded`, for the Gluon kernel, the coded query as integers: int8 [batch, num_kv_heads,
+            blocks, tiles, operands, 8, bytes]. Of a tile's four heads upper and lower halves alternate along the axis
+            of 8; operands and bytes are as codes lie in a key record. Heads that fill up a tile are not written.
         numbers: float32 [batch, num_kv_heads, blocks * tiles * 4, 4], what an integer step is worth, an eighth of the
             sum over the coded query, and q at the two kept channels.
     """
@@ -423,7 +424,7 @@ def _plane_factor(column, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _store_integers(q_steps, coded, unit, query, column, live, HEAD_DIM: tl.constexpr):
-    """Columns of coded queries as integers of 15 bits, in the order in which the Gluon kernel multiplies key codes."""
+    """Columns of coded queries as integers of 15 bits, in the order in which the Gluon kernel takes key codes."""
     WORDS: tl.constexpr = HEAD_DIM // 8
     SIZE: tl.constexpr = max(32, HEAD_DIM // 4)
     plane, byte = column // WORDS % 4, column % WORDS * 2 + column // (4 * WORDS)
@@ -431,10 +432,9 @@ def _store_integers(q_steps, coded, unit, query, column, live, HEAD_DIM: tl.cons
     value = tl.clamp((value + _TO_INTEGER) - _TO_INTEGER, -_Q_STEPS, _Q_STEPS)
     upper = tl.floor(value * (1 / 128) + 0.5)
     lower = value - 128.0 * upper
-    if HEAD_DIM == 64:
-        place = plane // 2 * (8 * SIZE) + plane % 2 * 16 + byte
-    else:
-        place = plane * (8 * SIZE) + byte
+    # Two planes of 16 bytes make one operand of 32, or one plane of 32 or 64.
+    PLANES: tl.constexpr = SIZE * 4 // HEAD_DIM
+    place = plane // PLANES * (8 * SIZE) + plane % PLANES * 16 + byte
     place += query // 4 * (8 * HEAD_DIM) + query % 4 * (2 * SIZE)
     mask = live & (column < HEAD_DIM)
     tl.store(q_steps + place, upper.to(tl.int8), mask=mask)

@@ -1,0 +1,344 @@
+"""Pages of codes in the Gluon decode kernel: the loop in which nearly all of its time goes."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment, misc"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from subten.kernels.attention.gluon_layouts import (
+    axis,
+    axis_layout,
+    blocks_layout,
+    fragments_layout,
+    grids_layout,
+    half_values_layout,
+    keys_layout,
+    mma_layout,
+    scores_layout,
+    table_layout,
+)
+from subten.kernels.attention.gluon_parts import LOWEST, code_fragments, store_part
+from subten.kernels.attention.gluon_ptx import (
+    decayed,
+    exp2,
+    grid_offset,
+    grid_scale,
+    high_half,
+    key_plane,
+    low_half,
+    prefetch,
+    raised,
+    small_float,
+    transposed,
+    value_plane,
+)
+
+# --- operands --------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _two_key_planes(words, PLANE: gl.constexpr, KA: gl.constexpr):
+    """[warps, 64, 16] to an operand [warps, 64, 32]."""
+    both = gl.permute(gl.join(key_plane(words, PLANE), key_plane(words, PLANE + 1)), [0, 1, 3, 2])
+    return gl.convert_layout(gl.reshape(both, [words.shape[0], 64, 32]), KA, assert_trivial=True)
+
+
+@gluon.jit
+def _two_value_planes(words, PLANE: gl.constexpr, VA: gl.constexpr):
+    """[warps, 8, 64] to an operand [warps, 16, 64]."""
+    both = gl.permute(gl.join(value_plane(words, PLANE), value_plane(words, PLANE + 1)), [0, 3, 1, 2])
+    return gl.convert_layout(gl.reshape(both, [words.shape[0], 16, 64]), VA, assert_trivial=True)
+
+
+@gluon.jit
+def _by_row(x, R: gl.constexpr):
+    """What belongs to token 8 r + x, [warps, r, x], to row 8 x + r of the scores."""
+    return gl.convert_layout(gl.reshape(gl.permute(x, [0, 2, 1]), [x.shape[0], 64]), R, assert_trivial=True)
+
+
+@gluon.jit
+def _by_block(x, BL: gl.constexpr):
+    """Rows [warps, 64] as [warps, 8, 8, 1]."""
+    return gl.convert_layout(gl.reshape(x, [x.shape[0], 8, 8]), gl.SliceLayout(3, BL), assert_trivial=True)[
+        :, :, :, None
+    ]
+
+
+@gluon.jit
+def _at_pages(pointer, start, LAYOUT: gl.constexpr, RANK: gl.constexpr):
+    """A pointer per warp, as the first axis of tensors in a layout."""
+    x = gl.convert_layout(pointer + start, axis_layout(LAYOUT, RANK, 0), assert_trivial=True)
+    for other in gl.static_range(1, RANK):
+        x = gl.expand_dims(x, other)
+    return x
+
+
+@gluon.jit
+def _decay_of_sums(first, second, ROWS: gl.constexpr, MMA: gl.constexpr):
+    """Decays of two tiles of heads, [warps, 8, 4] each, for sums [warps, ROWS, 8]."""
+    W: gl.constexpr = first.shape[0]
+    d = gl.reshape(gl.join(first, second), [W, 1, 8, 8]).broadcast_to([W, ROWS // 8, 8, 8])
+    return gl.convert_layout(gl.reshape(d, [W, ROWS, 8]), MMA, assert_trivial=True)
+
+
+# --- the mean key ----------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _store_turns(q, mean, head, turns, MB: gl.constexpr, SHAPE: gl.constexpr):
+    """q . (rotated mean) is a sum over rotary pairs of along * cos + across * sin of the pair's angle. Leaves both in
+    shared memory, chunks of [8 columns, 32 pairs], over the unit that it returns."""
+    HALF: gl.constexpr = SHAPE.head_dim // 2
+    CHUNKS: gl.constexpr = HALF // 32
+    L: gl.constexpr = gl.SliceLayout(0, MB)
+    column = axis(8, 1, 2, L)
+    h = head + column // 2 + 4 * (column % 2)
+    live = (h < SHAPE.group) & (column % 2 < SHAPE.tiles)
+    largest = 0.0
+    along, across = (), ()
+    for c in gl.static_range(CHUNKS):
+        pair = 32 * c + axis(32, 0, 2, L)
+        q_0 = gl.load(q + h * SHAPE.head_dim + pair, mask=live, other=0.0).to(gl.float32)
+        q_1 = gl.load(q + h * SHAPE.head_dim + HALF + pair, mask=live, other=0.0).to(gl.float32)
+        m_0, m_1 = gl.load(mean + pair), gl.load(mean + HALF + pair)
+        along += (q_0 * m_0 + q_1 * m_1,)
+        across += (q_1 * m_0 - q_0 * m_1,)
+        largest = gl.maximum(largest, gl.max(gl.max(gl.maximum(gl.abs(along[c]), gl.abs(across[c])), 0), 0))
+    unit = gl.maximum(largest, 1e-20) / 64.0
+    for c in gl.static_range(CHUNKS):
+        turns.index(2 * c).permute([1, 0]).store(along[c] / unit)
+        turns.index(2 * c + 1).permute([1, 0]).store(across[c] / unit)
+    return unit
+
+
+@gluon.jit
+def _rotations(within, CHUNK: gl.constexpr, MA: gl.constexpr, WARPS: gl.constexpr):
+    """Rotations within a page by 32 pairs' angles, as they lie in memory, to an operand [warps, 64 tokens, 32]."""
+    L: gl.constexpr = table_layout(WARPS)
+    at = axis(4, 1, 5, L) * 256 + axis(8, 2, 5, L) * 32 + axis(4, 3, 5, L) * 8 + axis(8, 4, 5, L)
+    x = gl.load(within + at + axis(2, 0, 5, L) * 1024 + 2048 * CHUNK)
+    # step, tile, r, j, k high, row half, k low -> tile, row half, r, j, step, k high, k low
+    x = gl.permute(gl.reshape(x, [2, 4, 8, 4, 2, 2, 2]), [1, 5, 2, 3, 0, 4, 6])
+    x = gl.convert_layout(gl.reshape(x, [64, 32]), gl.SliceLayout(0, MA), assert_trivial=True)
+    return x[None].broadcast_to([WARPS, 64, 32])
+
+
+@gluon.jit
+def _removed(
+    turns,
+    within,
+    rope_cos,
+    rope_sin,
+    page,
+    MA: gl.constexpr,
+    MB: gl.constexpr,
+    SHAPE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Scores of the mean key at the tokens of a page per warp, over the unit: [warps, 64, 8].
+
+    An angle is one up to the page's first token, which turns (along, across) once per page, and one within the page,
+    the same for all pages.
+    """
+    HALF: gl.constexpr = SHAPE.head_dim // 2
+    CHUNKS: gl.constexpr = HALF // 32
+    B: gl.constexpr = gl.SliceLayout(2, MB)
+    first = gl.convert_layout(page, gl.SliceLayout(1, B), assert_trivial=True)
+    first = (SHAPE.sinks + 64 * first).to(gl.int64)[:, None] * HALF
+    removed = gl.full([WARPS, 64, 8], 0.0, gl.float32, layout=mma_layout(WARPS))
+    for c in gl.static_range(CHUNKS):
+        at = first + 32 * c + axis(32, 1, 2, B)
+        cos, sin = gl.load(rope_cos + at)[:, :, None], gl.load(rope_sin + at)[:, :, None]
+        along = turns.index(2 * c).permute([1, 0]).load(gl.SliceLayout(0, MB))[None]
+        across = turns.index(2 * c + 1).permute([1, 0]).load(gl.SliceLayout(0, MB))[None]
+        turned = (along * cos + across * sin).to(gl.float16)
+        removed = mma_v2(_rotations(within, c, MA, WARPS), turned, removed)
+        turned = (across * cos - along * sin).to(gl.float16)
+        removed = mma_v2(_rotations(within, CHUNKS + c, MA, WARPS), turned, removed)
+    return removed
+
+
+# --- the loop --------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def attend_codes(
+    q,
+    steps,
+    numbers,
+    records,
+    page_stride,
+    table,
+    first_page,
+    end_page,
+    first_token,
+    end_token,
+    head,
+    scale,
+    mean,
+    within,
+    rope_cos,
+    rope_sin,
+    stats,
+    sums,
+    SHAPE: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Pages `first_page` to `end_page`, one per warp at a time; of the coded tokens in them, `first_token` to
+    `end_token` are seen. Pointers are those of this program's sequence and heads, `page_stride` counts 16 bytes."""
+    D: gl.constexpr = SHAPE.head_dim
+    WORDS: gl.constexpr = D // 8
+    TILES: gl.constexpr = SHAPE.tiles
+    MMA: gl.constexpr = mma_layout(WARPS)
+    KA: gl.constexpr = gl.DotOperandLayout(0, MMA, 4 if D == 64 else 8)
+    QB: gl.constexpr = gl.DotOperandLayout(1, MMA, 4 if D == 64 else 8)
+    VA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    PB: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    SC: gl.constexpr = scores_layout(WARPS, 64)
+    BL: gl.constexpr = blocks_layout(WARPS, 8)
+    GR: gl.constexpr = grids_layout(WARPS)
+    KEYS: gl.constexpr = keys_layout(WARPS, D // 4)
+    VALUES: gl.constexpr = half_values_layout(WARPS) if D == 64 else VA
+    R: gl.constexpr = gl.SliceLayout(2, SC)
+    H: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, SC))
+    L3: gl.constexpr = gl.SliceLayout(1, BL)
+    RECORD: gl.constexpr = 2 * (SHAPE.kept + 128)
+
+    # --- queries
+    SIZE: gl.constexpr = max(32, D // 4)
+    OPERANDS: gl.constexpr = 2 if D == 64 else 4
+    units, offsets, first_kept, second_kept, operands = (), (), (), (), ()
+    column, heads = axis(8, 1, 2, gl.SliceLayout(0, QB)), gl.arange(0, 4, layout=H)
+    for t in gl.static_range(TILES):
+        # Heads that fill up a tile are zero: their memory is never written, and all heads of a warp raise their
+        # maxima together.
+        for i in gl.static_range(OPERANDS):
+            live = head + 4 * t + column // 2 < SHAPE.group
+            place = steps + (t * 8 * D + i * (8 * SIZE)) + column * SIZE + axis(SIZE, 0, 2, gl.SliceLayout(0, QB))
+            operands += (gl.load(place, mask=live, other=0)[None].broadcast_to([WARPS, SIZE, 8]),)
+        live = head + 4 * t + heads < SHAPE.group
+        of_head = numbers + (4 * t + heads) * 4
+        units += (gl.load(of_head, mask=live, other=0.0) * scale,)
+        offsets += (gl.load(of_head + 1, mask=live, other=0.0) * scale,)
+        first_kept += (gl.load(of_head + 2, mask=live, other=0.0) * scale,)
+        second_kept += (gl.load(of_head + 3, mask=live, other=0.0) * scale,)
+    if SHAPE.removed_mean:
+        MA: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
+        MB: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
+        SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+        turns = gl.allocate_shared_memory(gl.float32, [D // 32, 8, 32], SHARED)
+        mean_unit = _store_turns(q, mean, head, turns, MB, SHAPE) * scale
+
+    # --- sums
+    highest, lengths, zeros, acc = (), (), (), ()
+    for _t in gl.static_range(TILES):
+        highest += (gl.full([WARPS, 8, 4], LOWEST, gl.float32, layout=L3),)
+        lengths += (gl.full([WARPS, 8, 4], 0.0, gl.float32, layout=L3),)
+        zeros += (gl.full([WARPS, 8, 4], 0.0, gl.float32, layout=L3),)
+    ROWS: gl.constexpr = max(16, WORDS)
+    FOURS: gl.constexpr = D // ROWS // 4
+    for _i in gl.static_range(4 * FOURS):
+        acc += (gl.full([WARPS, ROWS, 8], 0.0, gl.float32, layout=MMA),)
+
+    # --- places
+    warp = gl.arange(0, WARPS, layout=axis_layout(GR, 3, 0))
+    bytes_of = records.to(gl.pointer_type(gl.int8), bitcast=True)
+    pairs_of = records.to(gl.pointer_type(gl.int32), bitcast=True)
+    token_r, token_x = axis(8, 1, 3, GR) * 8, axis(8, 2, 3, GR)
+    # Added one after the other, what differs between the loads of a thread stays a constant in their addresses.
+    key_x, key_r, key_byte = axis(8, 1, 4, KEYS) * (2 * D), axis(8, 2, 4, KEYS) * (D // 4), axis(D // 4, 3, 4, KEYS)
+    value_word, value_slot = axis(WORDS, 1, 3, VALUES) * 64, axis(64, 2, 3, VALUES)
+
+    number = gl.load(table + gl.minimum(first_page + warp, end_page - 1))
+    next_number = gl.load(table + gl.minimum(first_page + WARPS + warp, end_page - 1))
+    for page in range(first_page, end_page, WARPS):
+        start = number.to(gl.int64) * page_stride
+        key_words = gl.load(_at_pages(bytes_of, 16 * start, KEYS, 4) + key_r + key_byte + key_x)
+        key_words = gl.reshape(key_words, [WARPS, 64, D // 4])
+        if D != 64:
+            key_words = gl.convert_layout(key_words, KA)
+        key_grid = gl.load(_at_pages(records, 8 * start, GR, 3) + SHAPE.key_scale + token_r + token_x)
+        kept = gl.load(_at_pages(pairs_of, 4 * start, GR, 3) + SHAPE.kept // 2 + token_r + token_x)
+        value_words = gl.load(_at_pages(records, 8 * start, VALUES, 3) + SHAPE.value_codes + value_word + value_slot)
+        value_grid = gl.load(_at_pages(records, 8 * start, GR, 3) + SHAPE.value_scale + token_r + token_x)
+        prefetch(records + next_number.to(gl.int64) * (8 * page_stride), RECORD)
+        number, next_number = next_number, gl.load(table + gl.minimum(page + 2 * WARPS + warp, end_page - 1))
+
+        # --- scores
+        kept = _by_row(kept, R)
+        kept_0, kept_1 = low_half(kept), high_half(kept)
+        key_scale = _by_row(grid_scale(key_grid), R).to(gl.float32)
+        key_offset = _by_row(grid_offset(key_grid), R).to(gl.float32)
+        if SHAPE.removed_mean:
+            removed = _removed(
+                turns, within, rope_cos, rope_sin, gl.minimum(page + warp, end_page - 1), MA, MB, SHAPE, WARPS
+            )
+            removed = gl.split(gl.reshape(removed, [WARPS, 64, 4, 2]))
+        scores = ()
+        for t in gl.static_range(TILES):
+            s = gl.full([WARPS, 64, 8], 0, gl.int32, layout=MMA)
+            for i in gl.static_range(OPERANDS):
+                planes = _two_key_planes(key_words, 2 * i, KA) if D == 64 else key_plane(key_words, i)
+                s = mma_v2(planes, operands[OPERANDS * t + i], s)
+            upper, lower = gl.split(gl.reshape(s, [WARPS, 64, 4, 2]))
+            x = small_float(gl.convert_layout(upper * 128 + lower, SC, assert_trivial=True))
+            x = x * units[t][None, None, :] + key_offset[:, :, None] * offsets[t][None, None, :]
+            x = x * key_scale[:, :, None]
+            x += kept_0[:, :, None] * first_kept[t][None, None, :]
+            x += kept_1[:, :, None] * second_kept[t][None, None, :]
+            if SHAPE.removed_mean:
+                x += gl.convert_layout(removed[t], SC, assert_trivial=True) * mean_unit
+            scores += (gl.convert_layout(gl.reshape(x, [WARPS, 8, 8, 4]), BL, assert_trivial=True),)
+
+        if (page + WARPS) * 64 > end_token or page * 64 < first_token:
+            n = (page + warp)[:, None, None] * 64 + token_r + token_x
+            seen = (n < end_token) & (n >= first_token)
+            # What was never written may be NaN, but not as a packed grid of zero.
+            value_grid = gl.where(seen, value_grid, 0)
+            seen = gl.permute(seen.to(gl.int32), [0, 2, 1])
+            seen = gl.convert_layout(seen, gl.SliceLayout(3, BL), assert_trivial=True)[:, :, :, None] != 0
+            hidden = ()
+            for t in gl.static_range(TILES):
+                hidden += (gl.where(seen, scores[t], float("-inf")),)
+            scores = hidden
+
+        # --- weights
+        value_scale = _by_block(_by_row(grid_scale(value_grid), R).to(gl.float32), BL)
+        value_offset = _by_block(_by_row(grid_offset(value_grid), R).to(gl.float32), BL)
+        old_highest, old_lengths, old_zeros = highest, lengths, zeros
+        highest, lengths, zeros, decays, weights = (), (), (), (), ()
+        for t in gl.static_range(TILES):
+            most, decay = raised(gl.max(scores[t], 1), old_highest[t])
+            p = exp2(scores[t] - most[:, None])
+            scaled = p * value_scale
+            highest += (most,)
+            lengths += (old_lengths[t] * decay + gl.sum(p, 1),)
+            zeros += (old_zeros[t] * decay + gl.sum(scaled * value_offset, 1),)
+            decays += (decay,)
+            weights += (scaled.to(gl.float16),)
+        second = gl.full_like(weights[0], 0.0) if TILES == 1 else weights[1]
+        both = gl.join(weights[0], second)
+        both = gl.convert_layout(gl.reshape(both, [WARPS, 8, 8, 8]), fragments_layout(WARPS, 8), assert_trivial=True)
+        both = gl.reshape(gl.permute(transposed(both), [0, 1, 3, 2]), [WARPS, 64, 8])
+        both = gl.convert_layout(both, PB, assert_trivial=True)
+
+        # --- values
+        decay = _decay_of_sums(decays[0], decays[TILES - 1], ROWS, MMA)
+        old, acc = acc, ()
+        for i in gl.static_range(FOURS):
+            four = decayed((old[4 * i], old[4 * i + 1], old[4 * i + 2], old[4 * i + 3]), decay)
+            for j in gl.static_range(4):
+                if D == 64:
+                    planes = _two_value_planes(value_words, 2 * (4 * i + j), VA)
+                else:
+                    planes = value_plane(value_words, 4 * i + j)
+                acc += (mma_v2(planes, both, four[j]),)
+
+    for t in gl.static_range(TILES):
+        x = code_fragments(acc, t, SHAPE, WARPS)
+        # Offsets were counted in eighths of a scale.
+        store_part(highest[t], lengths[t], gl.sum(zeros[t], 1) * 0.125, x, t, True, stats, sums, SHAPE, WARPS)
