@@ -15,6 +15,7 @@ from tests.support.tiny_model import save_tiny_model
 from subten import LLM
 from subten.config import HOME_VARIABLE
 from subten.engine.calibrate import (
+    CALIBRATION_VERSION,
     Calibration,
     calibrate,
     calibration_for,
@@ -96,7 +97,7 @@ def broken(change: Callable[[dict[str, torch.Tensor]], object], metadata: dict[s
 @pytest.mark.parametrize(
     ("change", "metadata", "message"),
     [
-        (lambda t: None, {"version": "1"}, 'has version "1" where 3 is needed'),
+        (lambda t: None, {"version": "1"}, 'has version "1" where 4 is needed'),
         (lambda t: None, {"fingerprint": "other"}, "was measured on another model"),
         (lambda t: t.update(mean_key=torch.zeros(2, 2, 63)), {}, r"has mean_key of shape \(2, 2, 63\)"),
         (lambda t: t["key_moment"].fill_(torch.nan), {}, "has key_moment that is not finite"),
@@ -113,7 +114,7 @@ def test_what_does_not_fit_is_refused_with_one_sentence(
 ) -> None:
     model = load_model(folder)
     path = calibration_path(model)
-    good = {"version": "3", "fingerprint": model.fingerprint, "text_sha256": "", "tokens": "256"}
+    good = {"version": str(CALIBRATION_VERSION), "fingerprint": model.fingerprint, "text_sha256": "", "tokens": "256"}
     try:
         save_calibration(measured, path)
         broken(change, good | metadata, path)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from subten.engine.moments import MEAN_PAIRS
 from subten.formats import PAGE_SIZE, PageLayout
 from subten.formats.codec import decode_keys, decode_values, reconstruct_keys, reconstruct_values
 from subten.formats.coding import LayerCoding, TensorCoding
@@ -81,10 +82,13 @@ def plain(layout: PageLayout, kv_heads: int) -> Calibration:
 
 
 def calibrated(layout: PageLayout, kv_heads: int, seed: int = 0) -> Calibration:
-    """Random moments, and where the format takes one out a mean key that RoPE carries along."""
+    """Random moments, and where the format takes one out a mean key that RoPE carries along: as calibration leaves
+    it, zero but for some rotary pairs, other ones in every head."""
     if not layout.format.key.remove_mean:
         return Calibration(random_coding(layout, kv_heads, seed))
-    mean = 4 * gaussian(kv_heads, layout.head_dim, seed=seed + 30)
+    pairs = layout.head_dim // 2
+    live = (torch.arange(pairs) + torch.arange(kv_heads)[:, None]) % max(1, pairs // MEAN_PAIRS) == 0
+    mean = 4 * gaussian(kv_heads, layout.head_dim, seed=seed + 30) * live.repeat(1, 2)
     return Calibration(random_coding(layout, kv_heads, seed), MeanKey(mean, _rope(layout.head_dim)))
 
 

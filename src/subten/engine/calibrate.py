@@ -34,7 +34,7 @@ from subten.models.decoder import StepInputs
 log = logging.getLogger(__name__)
 
 CALIBRATION_FILE = f"{OWN_PREFIX}calibration.safetensors"
-CALIBRATION_VERSION = 3
+CALIBRATION_VERSION = 4
 DEFAULT_TOKENS = 1536
 FEWEST_TOKENS = 64
 
@@ -50,7 +50,8 @@ class Calibration:
             of 1, averaged over positions.
         key_moment: the same of the keys, without their mean where `mean_key` is not zero.
         pair_energy: float32 [L, G, D / 2], of the keys with their mean.
-        mean_key: float32 [L, G, D], mean key before RoPE; zero in layers whose keys are coded as they are.
+        mean_key: float32 [L, G, D], mean key before RoPE, in at most `MEAN_PAIRS` rotary pairs of each
+            head; zero in layers whose keys are coded as they are.
         shape_keys: bool [L, G], whether the rounding of keys is shaped.
         whiten_keys: bool [L, G], whether keys are whitened before coding.
         fingerprint: of the model they were measured on.
