@@ -1,31 +1,32 @@
-"""`LLM`: a model with a cache, and the loop that turns requests into text."""
+"""`LLM`: a model with a cache, and calls that wait for its text."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from subten.engine.calibrate import calibration_for
 from subten.engine.canary import check_quality
+from subten.engine.intake import Intake, Prompt
 from subten.engine.loading import LoadedModel, load_model
+from subten.engine.loop import EngineLoop
 from subten.engine.memory import plan_pools
+from subten.engine.pacing import Pacer
 from subten.engine.request import Completion, Delta, Request
 from subten.engine.runner import Runner, Work
-from subten.engine.sampling import SamplingParams, sample
-from subten.engine.scheduler import Scheduler
-from subten.engine.usage import CacheUsage
+from subten.engine.sampling import SamplingParams
+from subten.engine.scheduler import Policy, Scheduler
+from subten.engine.usage import CacheUsage, EngineStats
 from subten.errors import ContextLengthError, ParameterError
 from subten.formats import DEFAULT_FORMAT, KVFormat, PageLayout, get_format
 from subten.kernels.attention import PrefillRule
 from subten.kernels.select import CACHED_ATTENTION, Use, select_attention
 from subten.kvcache import CacheBooks
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -42,7 +43,12 @@ class LLM:
         recent: newest tokens that stay in 16 bit; None is the format's own.
         prefill: what a prompt's chunk sees of itself. "chunk": its own tokens in 16 bit (better, as in other
             engines). "window": what decoding would see, so that results do not depend on chunking.
-        chunk_size: prompt tokens per step.
+        chunk_size: prompt tokens per step; while others decode, one such step of prompts follows each of theirs.
+        itl_budget_ms: milliseconds from one token of a stream to the next that prompts have to leave to those that
+            decode; then a prompt's step is taken some layers at a time (pacing.py). None: whole steps.
+        reserve: tokens beyond its present length for which a request has memory set aside when others are admitted.
+            None is its longest answer: what runs is never interrupted. With less, more requests run at a time, and
+            one that outgrows the memory interrupts the youngest for a while.
         prefix_cache: keep the state at the end of prompts and answers, so that a prompt which continues one
             of them is not computed again.
         max_kld: refuse the format if it diverges from 16 bit by more than so many nats per token on the canary
@@ -68,6 +74,8 @@ class LLM:
         recent: int | None = None,
         prefill: PrefillRule = "chunk",
         chunk_size: int = 256,
+        itl_budget_ms: float | None = None,
+        reserve: int | None = None,
         prefix_cache: bool = True,
         max_kld: float | None = None,
         dtype: str = "auto",
@@ -77,6 +85,10 @@ class LLM:
     ) -> None:
         if chunk_size < 1:
             raise ParameterError(f"chunk_size is {chunk_size}; it must be 1 or more")
+        if itl_budget_ms is not None and not itl_budget_ms > 0:
+            raise ParameterError(f"itl_budget_ms is {itl_budget_ms}; it must be above 0, or None")
+        if reserve is not None and reserve < 1:
+            raise ParameterError(f"reserve is {reserve}; it must be 1 or more, or None")
         if prefill not in ("window", "chunk"):
             raise ParameterError(f"prefill is '{prefill}'; it must be window or chunk")
         fmt = get_format(kv) if isinstance(kv, str) else kv
@@ -111,8 +123,12 @@ class LLM:
         self._runner = Runner(
             model, self.layout, pools.num_pages, pools.num_windows, calibration, prefill, attention.load()
         )
-        self._scheduler = Scheduler(self._books, self.layout, max_batch, chunk_size, prefix_cache)
-        self._prefix_cache = prefix_cache
+        policy = Policy(max_batch, chunk_size, prefix_cache, reserve)
+        self._scheduler = Scheduler(self._books, self._runner.storage, self.layout, policy)
+        pacer = Pacer(None if itl_budget_ms is None else itl_budget_ms / 1000)
+        self.intake = Intake(model.tokenizer, model.spec.vocab_size, self.max_context)
+        """Makes requests; with `loop`, for those who take the steps themselves, as `AsyncEngine` does."""
+        self.loop = EngineLoop(self._runner, self._scheduler, pacer, prefix_cache, self._remember_usage)
         self._usage = CacheUsage(0, 0, 0, 0)
 
     def generate(
@@ -127,7 +143,7 @@ class LLM:
             params: one for all, or one per prompt.
 
         Returns:
-            One completion per prompt, in order.
+            The completions of each prompt, in order: one, or as many as `n` of its params.
 
         Raises:
             ContextLengthError: a prompt is as long as the context or longer.
@@ -139,26 +155,22 @@ class LLM:
             params = [params or SamplingParams()] * len(listed)
         if len(params) != len(listed):
             raise ParameterError(f"there are {len(params)} params for {len(listed)} prompts; give one or one each")
-        requests = [self._request(prompt, p) for prompt, p in zip(listed, params, strict=True)]
-        try:
-            for request in requests:
-                self._scheduler.add(request)
+        answers = [self.intake.requests(prompt, p) for prompt, p in zip(listed, params, strict=True)]
+        requests = [request for of_prompt in answers for request in of_prompt]
+        with self._begun(answers):
             while any(request.finish_reason is None for request in requests):
-                self._step()
-        finally:
-            for request in requests:
-                self._scheduler.remove(request)
+                self.loop.step()
         return [request.completion() for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
-        """Answer one prompt piece by piece. Closing the generator cancels the request and frees its pages.
+        """Answer one prompt piece by piece. Closing the generator cancels the request and frees its pages. Of several
+        answers (`n`) the pieces come as they do; each says whose it is.
 
         Raises:
             ContextLengthError: the prompt is as long as the context or longer.
             ParameterError: an empty prompt or a token id outside the vocabulary.
         """
-        request = self._request(prompt, params or SamplingParams())
-        return self._stream(request)
+        return self._stream(self.intake.requests(prompt, params or SamplingParams()))
 
     def score(self, token_ids: Sequence[int], decode_tail: int = 0) -> Generator[Tensor, None, None]:
         """The serving path on a given text: what the model thinks comes next after each token.
@@ -175,7 +187,7 @@ class LLM:
             ContextLengthError: the text is longer than the context.
             ParameterError: no tokens, or a token id outside the vocabulary.
         """
-        token_ids = self._checked(token_ids)
+        token_ids = self.intake.checked(token_ids)
         if len(token_ids) > self.max_context:
             raise ContextLengthError(
                 f"the text has {len(token_ids)} tokens and the context {self.max_context}; cut the text"
@@ -190,56 +202,52 @@ class LLM:
                     part = token_ids[start:end]
                     work = Work(self._books.append(sequence, part), part)
                     logits = self._runner.run([work], all_logits=True)
-                    self._usage = self._measure()
+                    self._remember_usage()
                     yield logits
                     start = end
         finally:
             self._books.free(sequence)
 
     def cache_usage(self) -> CacheUsage:
-        """What the cache held for the sequences of the latest step."""
-        return self._usage
+        """What the cache holds for the sequences that are running, or held for the last ones that were."""
+        return self._measure() if self._books.lengths() else self._usage
+
+    def stats(self) -> EngineStats:
+        """How busy the engine is."""
+        return EngineStats(
+            self._scheduler.running,
+            self._scheduler.waiting,
+            self._scheduler.preemptions,
+            self._books.pages.count,
+            self._books.available_pages,
+        )
 
     def check_integrity(self) -> None:
         """Assert that the cache's books add up; for tests and for a server that is idle."""
         self._books.check_integrity()
 
-    def _stream(self, request: Request) -> Generator[Delta, None, None]:
-        self._scheduler.add(request)
+    def _stream(self, answers: list[Request]) -> Generator[Delta, None, None]:
+        with self._begun([answers]):
+            while any(request.finish_reason is None or request.deltas for request in answers):
+                for request in answers:
+                    while request.deltas:
+                        yield request.deltas.pop(0)
+                if any(request.finish_reason is None for request in answers):
+                    self.loop.step()
+
+    @contextmanager
+    def _begun(self, answers: Sequence[Sequence[Request]]) -> Generator[None, None, None]:
+        """Requests that are under way inside the context, and whose part of the cache is free behind it."""
+        for first, *_ in answers:
+            self.loop.add(first)
         try:
-            while request.finish_reason is None or request.deltas:
-                while request.deltas:
-                    yield request.deltas.pop(0)
-                if request.finish_reason is None:
-                    self._step()
+            yield
         finally:
-            self._scheduler.remove(request)
+            for request in (request for of_prompt in answers for request in of_prompt[::-1]):
+                self.loop.cancel(request)
 
-    def _step(self) -> None:
-        batch = self._scheduler.schedule()
-        self._runner.copy(batch.copies)
-        logits = self._runner.run(batch.work)
+    def _remember_usage(self) -> None:
         self._usage = self._measure()
-        ready = [(row, r) for row, r in enumerate(batch.requests) if not r.prefilling]
-        self._take_tokens(ready, logits)
-        for _, request in ready:
-            at_turn = len(request.output) == 1 or request.finish_reason in ("stop", "length")
-            if self._prefix_cache and request.sequence is not None and at_turn:
-                self._runner.copy(self._books.snapshot(request.sequence))
-            if request.finish_reason is not None:
-                self._scheduler.remove(request)
-
-    def _take_tokens(self, ready: Sequence[tuple[int, Request]], logits: Tensor) -> None:
-        rows = logits[[row for row, _ in ready]]
-        finite = torch.isfinite(rows).all(-1).tolist()
-        for (_, request), fine in zip(ready, finite, strict=True):
-            if not fine:
-                request.fail("the model's logits are not finite for this request; its weights or input are damaged")
-        going = [index for index, fine in enumerate(finite) if fine]
-        if going:
-            tokens = sample(rows[going], [ready[index][1].sample_row() for index in going])
-            for index, token in zip(going, tokens.tolist(), strict=True):
-                ready[index][1].take(token)
 
     def _measure(self) -> CacheUsage:
         geometry, lengths = self.model.geometry, self._books.lengths()
@@ -248,25 +256,6 @@ class LLM:
         held += len(lengths) * self.layout.window_bytes(geometry)
         elements = geometry.elements(tokens)
         return CacheUsage(tokens, elements, held, 2 * elements)
-
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        token_ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-        if len(token_ids) >= self.max_context:
-            raise ContextLengthError(
-                f"the prompt has {len(token_ids)} tokens and the context {self.max_context}, which must hold the "
-                "answer too; shorten the prompt"
-            )
-        max_length = min(self.max_context, len(token_ids) + params.max_tokens)
-        return Request(tuple(token_ids), params, self.tokenizer, max_length)
-
-    def _checked(self, token_ids: Sequence[int]) -> Sequence[int]:
-        if not token_ids:
-            raise ParameterError("the prompt has no tokens; give it some text")
-        vocab = self.model.spec.vocab_size
-        for token in token_ids:
-            if not 0 <= token < vocab:
-                raise ParameterError(f"token id {token} is outside the model's vocabulary of {vocab}")
-        return token_ids
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

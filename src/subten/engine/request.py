@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from subten.engine.sampling import SampleRow, SamplingParams, request_seed
+from subten.engine.logprobs import TokenLogprobs
+from subten.engine.sampling import SampleRow, SamplingParams
 from subten.engine.stops import StopMatcher
 from subten.engine.tokenizer import DecodeStream, Tokenizer
+from subten.kvcache import SavedSequence
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to a request's answer. `text` may lag behind `token_ids`, never runs ahead."""
+    """What one step added to an answer. `text` may lag behind `token_ids`, never runs ahead.
+
+    `logprobs` has one entry per token where they were asked for; `index` says which of the `n` answers it is.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,9 +37,11 @@ class Completion:
         token_ids: the answer, the ending token included.
         text: the answer without ending token and stop string.
         finish_reason: "stop" (ending token or stop string), "length" (max_tokens or the end of the context),
-            "error" (this request failed; the others of its batch did not).
+            "error" (this request failed; the others of its batch did not), "cancelled".
         stop_reason: the stop string or token id, the error's sentence, or None.
         cached_tokens: prompt tokens that were taken from the cache instead of being computed.
+        logprobs: one entry per token, where they were asked for.
+        index: which of the `n` answers to the prompt it is.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -42,37 +50,50 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: str | int | None
     cached_tokens: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    index: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """The state of a request from arrival to end."""
+    """The state of one answer from arrival to end."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
     tokenizer: Tokenizer
     max_length: int
     """Prompt and answer together may not grow beyond this."""
+    seed: int
+    arrival: int
+    """Its place among all requests, by which they are served."""
+    index: int = 0
+    """Which of the answers to the prompt it is."""
     sequence: int | None = None
     """Its sequence in the cache's books, while it has one."""
     cached: int = 0
     """Tokens that are in the cache."""
     reused: int = 0
+    """Prompt tokens that were in the cache when it began."""
+    saved: SavedSequence | None = None
+    """Its sequence outside the cache, while it waits to go on."""
+    branches: list[Request] = field(default_factory=list)
+    """Requests of the same prompt that begin where its prompt has been computed."""
     output: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
     """Deltas that no consumer has taken yet."""
 
     def __post_init__(self) -> None:
-        self.seed = request_seed(self.params)
         self._decode = DecodeStream(self.tokenizer, self.prompt)
         self._stops = StopMatcher(self.params.stop)
         ending = set(self.params.stop_token_ids)
         if not self.params.ignore_eos:
             ending |= self.tokenizer.eos_token_ids
         self._ending = frozenset(ending)
+        self._emitted = 0
 
     @property
     def length(self) -> int:
@@ -84,6 +105,11 @@ class Request:
         """Whether tokens of the prompt are still to be computed."""
         return self.cached < len(self.prompt)
 
+    @property
+    def ready(self) -> bool:
+        """Whether everything up to the newest token has been computed, so that the next one can be sampled."""
+        return self.cached == self.length
+
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids of positions start..end-1, prompt and answer being one sequence."""
         split = len(self.prompt)
@@ -94,47 +120,63 @@ class Request:
         unfinished = len(self.output) < self.params.min_tokens
         return SampleRow(self.params, self.seed, self.length, tuple(self._ending) if unfinished else ())
 
-    def take(self, token_id: int) -> None:
+    def take(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         """Add a sampled token: its text, and whether it ends the request."""
         self.output.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         if token_id in self._ending:
-            self._finish("stop", token_id if token_id in self.params.stop_token_ids else None, (token_id,))
+            self._finish("stop", token_id if token_id in self.params.stop_token_ids else None)
             return
         piece = self._decode.push(token_id)
         if len(self.output) > self.params.min_tokens:
             piece = self._stops.push(piece)
         if self._stops.matched is not None:
-            self._emit(piece, (token_id,), "stop", self._stops.matched)
+            self._emit(piece, "stop", self._stops.matched)
         elif len(self.output) == self.params.max_tokens or self.length == self.max_length:
-            self._finish("length", None, (token_id,), piece)
+            self._finish("length", None, piece)
         else:
-            self._emit(piece, (token_id,), None, None)
+            self._emit(piece, None, None)
 
     def fail(self, sentence: str) -> None:
-        """End the request because of an error that is its own."""
-        self._emit("", (), "error", sentence)
+        """End the request because of an error that is its own, and what was to branch off its prompt with it."""
+        self._emit("", "error", sentence)
+        for branch in self.branches:
+            if branch.finish_reason is None:
+                branch.fail(sentence)
+        self.branches = []
+
+    def cancel(self) -> None:
+        """End the request because nobody waits for it any more. Where it has ended already, nothing changes."""
+        if self.finish_reason is None:
+            self._emit("", "cancelled", None)
 
     def completion(self) -> Completion:
         """The result of a finished request."""
         assert self.finish_reason is not None, "the request is not finished"
         return Completion(
-            self.prompt, tuple(self.output), self.text, self.finish_reason, self.stop_reason, self.reused
+            self.prompt,
+            tuple(self.output),
+            self.text,
+            self.finish_reason,
+            self.stop_reason,
+            self.reused,
+            tuple(self.logprobs),
+            self.index,
         )
 
-    def _finish(
-        self, reason: FinishReason, stop_reason: str | int | None, token_ids: Sequence[int], piece: str = ""
-    ) -> None:
+    def _finish(self, reason: FinishReason, stop_reason: str | int | None, piece: str = "") -> None:
         """End with the text that was held back: half a character, or the beginning of a stop string."""
         piece += self._stops.push(self._decode.finish())
         if self._stops.matched is not None:
             reason, stop_reason = "stop", self._stops.matched
         else:
             piece += self._stops.finish()
-        self._emit(piece, tuple(token_ids), reason, stop_reason)
+        self._emit(piece, reason, stop_reason)
 
-    def _emit(
-        self, piece: str, token_ids: tuple[int, ...], reason: FinishReason | None, stop_reason: str | int | None
-    ) -> None:
+    def _emit(self, piece: str, reason: FinishReason | None, stop_reason: str | int | None) -> None:
         self.text += piece
         self.finish_reason, self.stop_reason = reason, stop_reason
-        self.deltas.append(Delta(piece, token_ids, reason))
+        new = slice(self._emitted, len(self.output))
+        self._emitted = new.stop
+        self.deltas.append(Delta(piece, tuple(self.output[new]), reason, tuple(self.logprobs[new]), self.index))

@@ -1,4 +1,4 @@
-"""Carries out plans: copies first, then one pass of the decoder over a ragged batch."""
+"""Carries out plans: copies, then a pass of the decoder over a ragged batch, whole or some layers at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from subten.engine.loading import LoadedModel
 from subten.formats import PageLayout
 from subten.kernels.attention import AttentionInputs, LayerCache, PagedAttention, PrefillRule
 from subten.kvcache import AppendPlan, CacheStorage, CopyPlan
-from subten.models.decoder import StepInputs
+from subten.models.decoder import Decoder, StepInputs
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,44 @@ class Work:
 
     plan: AppendPlan
     token_ids: Sequence[int]
+
+
+class Pass:
+    """One step on its way through the layers.
+
+    Args:
+        decoder: of the model.
+        attention: over the cache.
+        inputs: of the step.
+    """
+
+    def __init__(self, decoder: Decoder, attention: PagedAttention, inputs: StepInputs) -> None:
+        self._decoder, self._attention, self._inputs = decoder, attention, inputs
+        self._next = 0
+        with torch.inference_mode():
+            self._hidden = decoder.embed(inputs)
+
+    @property
+    def layers_left(self) -> int:
+        """Layers that are still to be computed."""
+        return self._decoder.spec.num_layers - self._next
+
+    @torch.inference_mode()
+    def advance(self, layers: int) -> None:
+        """Compute the next `layers` layers, or as many as are left."""
+        taken = range(self._next, self._next + min(layers, self.layers_left))
+        self._hidden = self._decoder.layers(self._hidden, self._inputs, self._attention, taken)
+        self._next = taken.stop
+        if not self.layers_left:
+            self._attention.finish(self._inputs.attention)
+
+    @torch.inference_mode()
+    def logits(self, *, all_logits: bool = False) -> Tensor:
+        """float32 [sequences, vocab] of each sequence's last token, or [tokens, vocab]; once no layer is left."""
+        hidden = self._decoder.final_norm(self._hidden)
+        if not all_logits:
+            hidden = hidden[self._inputs.attention.query_start[1:].long() - 1]
+        return self._decoder.logits(hidden)
 
 
 class Runner:
@@ -73,14 +111,21 @@ class Runner:
         Returns:
             float32 [tokens or batch, vocab].
         """
+        step = self.begin(batch)
+        step.advance(step.layers_left)
+        return step.logits(all_logits=all_logits)
+
+    def begin(self, batch: Sequence[Work]) -> Pass:
+        """A step that has its copies made and no layer computed yet. Between its layers other steps may run, of other
+        sequences."""
         for work in batch:
             self.storage.apply(work.plan.copies)
-        inputs = self._inputs(batch)
-        hidden = self._model.decoder.forward(inputs, self._attention)
-        self._attention.finish(inputs.attention)
-        if not all_logits:
-            hidden = hidden[inputs.attention.query_start[1:].long() - 1]
-        return self._model.decoder.logits(hidden)
+        return Pass(self._model.decoder, self._attention, self._inputs(batch))
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given, so that the time it took can be measured."""
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
 
     def _inputs(self, batch: Sequence[Work]) -> StepInputs:
         device = self._model.device

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _HEAD = 1024
+_MOST_CHOICES = 128
+_MOST_LOGPROBS = 20
+_LARGEST_BIAS = 100
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class SamplingParams:
     """How one request turns logits into tokens and when it ends.
 
     The filters act after the temperature, in the order top-k, top-p, min-p. Lists given for `stop` and
-    `stop_token_ids` are kept as tuples.
+    `stop_token_ids`, and a mapping given for `logit_bias`, are kept as tuples.
 
     Raises:
         ParameterError: a field outside its range; the message has the field, the value and the range.
@@ -59,11 +62,20 @@ class SamplingParams:
     """Token ids that end the request, beside the model's own."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence tokens."""
+    n: int = 1
+    """Answers to one prompt, which is computed once. Answer i is the one that `choice_seed(seed, i)` gives alone."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit) before everything else."""
+    logprobs: int | None = None
+    """Report the log-probability of each token, and of so many of the most probable ones at its place; None: neither.
+    They are the model's own: before bias, temperature and filters."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
         self._require("temperature", _number(lambda x: x >= 0), "a finite number of at least 0")
         self._require("top_k", _integer(lambda x: x >= 0), "a whole number of at least 0 (0 keeps all)")
         self._require("top_p", _number(lambda x: 0 < x <= 1), "above 0 and at most 1")
@@ -90,6 +102,19 @@ class SamplingParams:
             "a tuple of token ids of at least 0",
         )
         self._require("ignore_eos", lambda x: isinstance(x, bool), "True or False")
+        self._require(
+            "n", _integer(lambda x: 1 <= x <= _MOST_CHOICES), f"a whole number between 1 and {_MOST_CHOICES}"
+        )
+        self._require(
+            "logit_bias",
+            lambda x: isinstance(x, tuple) and all(_is_bias(entry) for entry in x),
+            f"token ids of at least 0, each with a number between -{_LARGEST_BIAS} and {_LARGEST_BIAS}",
+        )
+        self._require(
+            "logprobs",
+            lambda x: x is None or _integer(lambda i: 0 <= i <= _MOST_LOGPROBS)(x),
+            f"a whole number between 0 and {_MOST_LOGPROBS}, or None",
+        )
 
     def _require(self, name: str, valid: Callable[[object], bool], allowed: str) -> None:
         value = getattr(self, name)
@@ -110,9 +135,21 @@ def _integer(valid: Callable[[int], bool]) -> Callable[[object], bool]:
     return lambda x: isinstance(x, int) and not isinstance(x, bool) and valid(x)
 
 
+def _is_bias(entry: object) -> bool:
+    if not isinstance(entry, tuple) or len(entry) != 2:
+        return False
+    token_id, bias = entry
+    return _integer(lambda x: x >= 0)(token_id) and _number(lambda x: abs(x) <= _LARGEST_BIAS)(bias)
+
+
 def request_seed(params: SamplingParams) -> int:
     """The seed of one request: its own, or one drawn now, to be kept for the request's whole life."""
     return secrets.randbits(63) if params.seed is None else params.seed
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of the answer `index` of several to one prompt; that of the first is the request's own."""
+    return seed if index == 0 else _mix(_mix(seed ^ _GOLDEN) + index) & _MAX_SEED
 
 
 @dataclass(frozen=True)
@@ -139,9 +176,11 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         int64 [batch] token ids on the device of `logits`.
     """
     scores = logits.float()
-    if any(row.suppressed for row in rows):
+    if any(row.suppressed or row.params.logit_bias for row in rows):
         scores = scores.clone()
         for index, row in enumerate(rows):
+            for token_id, bias in row.params.logit_bias:
+                scores[index, token_id] += bias
             scores[index, list(row.suppressed)] = -math.inf
     tokens = scores.argmax(dim=-1)
     drawn = [index for index, row in enumerate(rows) if not row.params.greedy]

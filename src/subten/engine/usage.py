@@ -1,4 +1,4 @@
-"""How much memory a cache holds, as measured."""
+"""How much memory a cache holds, and how busy an engine is, as measured."""
 
 from __future__ import annotations
 
@@ -25,3 +25,22 @@ class CacheUsage:
     def bits_per_element(self) -> float:
         """Measured bits per element, windows and unfilled page slots included; 0 where nothing is held."""
         return 8 * self.held_bytes / self.elements if self.elements else 0.0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """An engine at one moment.
+
+    Attributes:
+        running: requests that have a part of the cache.
+        waiting: requests that have none yet, or none for now.
+        preemptions: times, so far, that a running request's part was taken for an older one.
+        pages: pages of the cache.
+        available_pages: those that are free, or held by snapshots alone.
+    """
+
+    running: int
+    waiting: int
+    preemptions: int
+    pages: int
+    available_pages: int

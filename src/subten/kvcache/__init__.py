@@ -2,7 +2,7 @@
 
 from subten.kvcache.books import CacheBooks, PrefixHit
 from subten.kvcache.plans import AppendPlan, CopyPlan
-from subten.kvcache.storage import CacheStorage, LayerStorage, predicted_bytes
+from subten.kvcache.storage import CacheStorage, LayerStorage, SavedSequence, predicted_bytes
 
 __all__ = [
     "AppendPlan",
@@ -11,5 +11,6 @@ __all__ = [
     "CopyPlan",
     "LayerStorage",
     "PrefixHit",
+    "SavedSequence",
     "predicted_bytes",
 ]

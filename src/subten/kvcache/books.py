@@ -155,6 +155,19 @@ class CacheBooks:
         """Distinct pages that live sequences hold; a page shared by forks counts once."""
         return len({page for s in self._sequences.values() for page in s.pages})
 
+    def pages_of(self, sequence: int) -> tuple[int, ...]:
+        """The pages that a sequence holds, in order."""
+        return tuple(self._sequences[sequence].pages)
+
+    def window_of(self, sequence: int) -> int:
+        """The window slot that a sequence holds."""
+        return self._sequences[sequence].window_slot
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that are free, or would be if all snapshots were dropped."""
+        return self.pages.free + self._reclaimable(self.pages)
+
     # --- snapshots -------------------------------------------------------------------------------------------
 
     def snapshot(self, sequence: int) -> CopyPlan:

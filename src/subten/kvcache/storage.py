@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,13 @@ from subten.kvcache.plans import CopyPlan
 class LayerStorage(NamedTuple):
     """One layer's part: `pages` uint8 [num_pages, num_kv_heads, record_bytes], `windows` wide dtype
     [num_windows, 2, num_kv_heads, window_size, head_dim]; both are views."""
+
+    pages: Tensor
+    windows: Tensor
+
+
+class SavedSequence(NamedTuple):
+    """A sequence's bytes outside the cache, in host memory: `pages` uint8 [pages, page_bytes], `windows` one slot."""
 
     pages: Tensor
     windows: Tensor
@@ -77,6 +85,17 @@ class CacheStorage:
             self.pages[destination].copy_(self.pages[source])
         for source, destination in copies.windows:
             self.windows[destination].copy_(self.windows[source])
+
+    def save(self, pages: Sequence[int], window_slot: int) -> SavedSequence:
+        """A copy of a sequence's pages and windows in host memory."""
+        index = torch.tensor(pages, dtype=torch.int64, device=self.pages.device)
+        return SavedSequence(self.pages[index].to("cpu"), self.windows[window_slot].to("cpu", copy=True))
+
+    def restore(self, saved: SavedSequence, pages: Sequence[int], window_slot: int) -> None:
+        """Put back what `save` took, into as many pages and a window slot, which need not be the same ones."""
+        index = torch.tensor(pages, dtype=torch.int64, device=self.pages.device)
+        self.pages[index] = saved.pages.to(self.pages.device)
+        self.windows[window_slot].copy_(saved.windows)
 
 
 def predicted_bytes(layout: PageLayout, geometry: CacheGeometry, num_pages: int, num_windows: int) -> int:

@@ -53,19 +53,43 @@ class Decoder:
         whoever runs the step calls `finish` when nothing more of it is to come. Without, every sequence is complete
         in this step.
         """
-        hidden = F.embedding(inputs.token_ids, self.weights.embedding) * self.spec.embedding_multiplier
         attend = partial(self._attend_dense, observe) if attention is None else partial(self._attend_paged, attention)
-        for index, layer in enumerate(self.weights.layers):
-            q, k, v, norm = self._project(self._norm(hidden, layer.input_norm), layer.attention)
-            attended = attend(index, q, k, v, norm, inputs)
-            hidden = self._add(hidden, self._linear(attended.flatten(1), layer.attention.o))
-            normed = self._norm(hidden, layer.post_attention_norm)
-            hidden = self._add(hidden, self._feed_forward(normed, layer.feed_forward))
+        hidden = self._layers(self.embed(inputs), inputs, attend, range(self.spec.num_layers))
+        return self.final_norm(hidden)
+
+    def embed(self, inputs: StepInputs) -> Tensor:
+        """What the first layer is given, [tokens, hidden]."""
+        return F.embedding(inputs.token_ids, self.weights.embedding) * self.spec.embedding_multiplier
+
+    def layers(self, hidden: Tensor, inputs: StepInputs, attention: PagedAttention, indices: range) -> Tensor:
+        """Some layers of a step, for one that is taken a few layers at a time: `embed`, then every layer in order,
+        then `final_norm` are `forward`. Other steps may run in between, of other sequences.
+
+        Args:
+            hidden: what the layer before left, [tokens, hidden].
+            inputs: of the step.
+            attention: over the cache.
+            indices: of the layers.
+        """
+        return self._layers(hidden, inputs, partial(self._attend_paged, attention), indices)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """What `logits` takes, from what the last layer left."""
         return self._norm(hidden, self.weights.final_norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every token of the vocabulary, float32 [n, vocab], from hidden states [n, hidden]."""
         return self.kernels.linear(hidden, self.weights.output, None).float() / self.spec.logits_divisor
+
+    def _layers(self, hidden: Tensor, inputs: StepInputs, attend: Callable[..., Tensor], indices: range) -> Tensor:
+        for index in indices:
+            layer = self.weights.layers[index]
+            q, k, v, norm = self._project(self._norm(hidden, layer.input_norm), layer.attention)
+            attended = attend(index, q, k, v, norm, inputs)
+            hidden = self._add(hidden, self._linear(attended.flatten(1), layer.attention.o))
+            normed = self._norm(hidden, layer.post_attention_norm)
+            hidden = self._add(hidden, self._feed_forward(normed, layer.feed_forward))
+        return hidden
 
     def _project(self, x: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor, Tensor, QKNorm | None]:
         """Queries [tokens, num_heads, head_dim], keys and values [tokens, num_kv_heads, head_dim]; and the norm of

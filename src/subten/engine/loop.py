@@ -1,0 +1,206 @@
+"""The engine's loop: one step for all that decode, then the prompts of those that do not yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from subten.engine.logprobs import token_logprobs
+from subten.engine.pacing import Pacer
+from subten.engine.request import Request
+from subten.engine.runner import Pass, Runner
+from subten.engine.sampling import sample
+from subten.engine.scheduler import Batch, Scheduler
+
+_MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+class EngineLoop:
+    """Requests in, tokens out. It belongs to one thread.
+
+    Args:
+        runner: what computes.
+        scheduler: what decides.
+        pacer: how much of a prompt goes between two decode steps.
+        snapshots: keep the state at the end of prompts and answers for prompts that continue them.
+        before_release: called before a finished or cancelled request's part of the cache is freed.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        pacer: Pacer,
+        snapshots: bool,
+        before_release: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._pacer = pacer
+        self._snapshots = snapshots
+        self._before_release = before_release
+        self._prefill: tuple[Batch, Pass] | None = None
+        """Chunks on their way through the layers."""
+        self._last_tokens = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; `request.branches` begin where its prompt has been computed."""
+        self._scheduler.add(request)
+
+    def fork(self, parent: Request, children: Sequence[Request]) -> None:
+        """Continue one request several times.
+
+        Their prompts are the parent's tokens so far. While the parent has its part of the cache they share it, each
+        page until one of them writes to it; where there is no room for that they wait, and are computed on their own.
+        """
+        for child in children:
+            if not parent.output and parent.finish_reason is None:
+                parent.branches.append(child)
+            elif not (_continues(parent) and self._scheduler.fork(parent, child)):
+                self._scheduler.add(child)
+
+    def cancel(self, request: Request) -> None:
+        """End a request now and free its part of the cache; what branches off its prompt goes on."""
+        request.cancel()
+        if self._prefill is not None and request in _requests(self._prefill[0]):
+            self._prefill = None
+        if request.sequence is not None:
+            self._before_release()
+        self._scheduler.remove(request)
+        branches, request.branches = [b for b in request.branches if b.finish_reason is None], []
+        if branches:
+            branches[0].branches = branches[1:]
+            self._scheduler.add(branches[0])
+
+    def step(self) -> None:
+        """A token for every request that decodes; then, of the prompts, as much as fits in before the next token."""
+        self._scheduler.admit()
+        pinned = [] if self._prefill is None else _requests(self._prefill[0])
+        batch = self._scheduler.decode_batch(pinned)
+        if batch:
+            start = perf_counter()
+            self._run_decode(batch)
+            self._last_tokens = perf_counter()
+            self._pacer.decoded(self._last_tokens - start)
+        self._run_prefill(paced=bool(batch) and self._pacer.budget is not None)
+        if finished := self._scheduler.finished():
+            self._before_release()
+            for request in finished:
+                self._scheduler.remove(request)
+
+    def _run_decode(self, batch: Batch) -> None:
+        try:
+            logits = self._runner.run([work for _, work in batch])
+        except RuntimeError as error:
+            self._recover(batch, error)
+        else:
+            self._take_tokens(batch, logits)
+
+    def _run_prefill(self, *, paced: bool) -> None:
+        """Take one step's prompts through the layers; with a budget, as many layers of as many steps as fit in."""
+        layers = self._pacer.layers(perf_counter() - self._last_tokens) if paced else 0
+        layers = max(1, layers)
+        while layers > 0:
+            if self._prefill is None and not self._begin_prefill():
+                return
+            self._advance_prefill(layers if paced else None)
+            if not paced:
+                return
+            layers = self._pacer.layers(perf_counter() - self._last_tokens)
+
+    def _begin_prefill(self) -> bool:
+        # One prompt at a time where a step may be left in the middle: then a cancelled one can be dropped at once.
+        batch = self._scheduler.prefill_batch(most=None if self._pacer.budget is None else 1)
+        if batch:
+            try:
+                self._prefill = batch, self._runner.begin([work for _, work in batch])
+            except RuntimeError as error:
+                self._recover(batch, error)
+        return self._prefill is not None
+
+    def _advance_prefill(self, layers: int | None) -> None:
+        assert self._prefill is not None, "a prefill has begun"
+        batch, step = self._prefill
+        layers = step.layers_left if layers is None else min(layers, step.layers_left)
+        start = perf_counter()
+        try:
+            step.advance(layers)
+            logits = step.logits() if not step.layers_left else None
+        except RuntimeError as error:
+            self._prefill = None
+            self._recover(batch, error)
+            return
+        if self._pacer.budget is not None:
+            self._runner.synchronize()
+            self._pacer.prefilled(layers, perf_counter() - start)
+        if logits is not None:
+            self._prefill = None
+            self._take_tokens(batch, logits)
+
+    def _recover(self, batch: Batch, error: RuntimeError) -> None:
+        """After a step that ran out of memory: its longest request fails, the others are computed again.
+
+        Raises:
+            RuntimeError: the error, if it is another one.
+        """
+        if not isinstance(error, torch.OutOfMemoryError) and not any(w in str(error) for w in _MEMORY_WORDS):
+            raise error
+        longest = max(_requests(batch), key=lambda request: request.length)
+        longest.fail("the device's memory did not suffice for this request; make it shorter, or the batch smaller")
+        for request in _requests(batch):
+            if request is longest:
+                self._scheduler.remove(request)
+            else:
+                self._scheduler.restart(request)
+
+    def _take_tokens(self, batch: Batch, logits: Tensor) -> None:
+        ready = self._with_branches(batch)
+        if not ready:
+            return
+        rows = logits[[row for row, _ in ready]]
+        finite = torch.isfinite(rows).all(-1).tolist()
+        for (_, request), fine in zip(ready, finite, strict=True):
+            if not fine:
+                request.fail("the model's logits are not finite for this request; its weights or input are damaged")
+        going = [index for index, fine in enumerate(finite) if fine]
+        if not going:
+            return
+        rows, requests = rows[going], [ready[index][1] for index in going]
+        tokens = sample(rows, [request.sample_row() for request in requests]).tolist()
+        reports = token_logprobs(rows, tokens, [request.params.logprobs for request in requests])
+        for request, token, logprobs in zip(requests, tokens, reports, strict=True):
+            request.take(token, logprobs)
+            if self._snapshots and (len(request.output) == 1 or request.finish_reason is not None):
+                self._scheduler.snapshot(request)
+
+    def _with_branches(self, batch: Batch) -> list[tuple[int, Request]]:
+        """The requests whose next token the step decides, each with its row; what branches off a prompt that is now
+        done takes its first token from the same row."""
+        ready = [(row, request) for row, (request, _) in enumerate(batch) if request.ready]
+        for row, request in ready:  # It grows on the way: a branch may have branches.
+            branches, request.branches = request.branches, []
+            for branch in branches:
+                if branch.finish_reason is not None:
+                    continue
+                if self._scheduler.fork(request, branch):
+                    ready.append((row, branch))
+                else:
+                    self._scheduler.add(branch)
+        return ready
+
+
+def _continues(request: Request) -> bool:
+    """Whether all but the newest of a request's tokens, and no others, are in its part of the cache."""
+    return request.sequence is not None and request.cached + 1 == request.length
+
+
+def _requests(batch: Batch) -> list[Request]:
+    return [request for request, _ in batch]
