@@ -1,4 +1,4 @@
-"""Hundreds of random requests at once, on a cache that is too small for them: nothing leaks, and no answer shows it."""
+"""Hundreds of random requests on a cache that is too small for them: nothing leaks, and no answer shows it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 from tests.engine.serving import load_float64, save_model

@@ -130,6 +130,8 @@ class AsyncEngine:
             ParameterError: an empty prompt, or a token id outside the vocabulary.
             SubtenError: the engine is closed or has failed.
         """
+        with self._lock:
+            self._check_open()
         loop = asyncio.get_running_loop()
         make = self._llm.intake.requests
         answers = await loop.run_in_executor(self._tokenizing, make, prompt, params or SamplingParams())
@@ -220,11 +222,14 @@ class AsyncEngine:
 
     def _wish(self, wish: Callable[[], None]) -> None:
         with self._lock:
-            if self._failure is not None:
-                raise SubtenError(self._failure)
-            if self._closing:
-                raise SubtenError("the engine is closed; make a new one")
+            self._check_open()
             self._wishes.put(wish)
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise SubtenError(self._failure)
+        if self._closing:
+            raise SubtenError("the engine is closed; make a new one")
 
     # --- in the engine's thread ------------------------------------------------------------------------------
 

@@ -92,9 +92,9 @@ class Scheduler:
         """One token of every request whose prompt is done.
 
         Args:
-            pinned: requests in the middle of a step, whose part of the cache has to stay where it is.
+            pinned: requests in the middle of a prompt's step, whose part of the cache has to stay where it is.
         """
-        decoding = [(r, r.cached + 1) for r in self._running if not r.prefilling]
+        decoding = [(r, r.cached + 1) for r in self._running if not r.prefilling and r not in pinned]
         return self._batch(decoding, pinned)
 
     def prefill_batch(self, most: int | None) -> Batch:
