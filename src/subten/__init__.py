@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from subten.engine import LLM, Completion, Delta, SamplingParams, load_model
+    from subten.engine import LLM, AsyncEngine, Completion, Delta, SamplingParams, load_model
     from subten.errors import SubtenError
     from subten.formats import FORMATS, KVFormat, get_format
 
 _HOME = {
     "LLM": "subten.engine",
+    "AsyncEngine": "subten.engine",
     "Completion": "subten.engine",
     "Delta": "subten.engine",
     "SamplingParams": "subten.engine",
@@ -34,6 +35,7 @@ _HOME = {
 __all__ = [
     "FORMATS",
     "LLM",
+    "AsyncEngine",
     "Completion",
     "Delta",
     "KVFormat",

@@ -13,6 +13,7 @@ from subten.errors import (
     CacheMemoryError,
     ContextLengthError,
     KernelUnavailableError,
+    NumericalError,
     ParameterError,
     UnknownFormatError,
 )
@@ -116,6 +117,46 @@ def test_damaged_numbers_fail_one_request_alone(model: LoadedModel, llm: LLM) ->
     llm.check_integrity()
 
 
+def test_logprobs_of_answer_and_prompt_are_those_of_the_scores(model: LoadedModel) -> None:
+    llm = LLM(model, kv="kv2", max_context=400, max_batch=4, sinks=4, recent=8, chunk_size=32, prefill="window")
+    prompt = list(b"probable is what comes next, most of the time, and not always")
+    llm.generate(prompt, greedy())  # What is in the cache of the prompt has to be computed all the same.
+    params = greedy(logprobs=2, prompt_logprobs=1, n=2)
+    answer, twin = llm.generate([*prompt, 65], params)
+    tokens = [*prompt, 65, *answer.token_ids]
+    expected = torch.cat(list(llm.score(tokens, decode_tail=len(answer.token_ids)))).log_softmax(-1)
+    assert answer.cached_tokens == 0
+    assert answer.prompt_logprobs[0] is None
+    reports = [*answer.prompt_logprobs[1:], *answer.logprobs]
+    assert len(reports) == len(tokens) - 1
+    for position, report in enumerate(reports):
+        assert report.logprob == pytest.approx(expected[position, tokens[position + 1]].item(), abs=1e-3)
+        assert report.top[0][1] == pytest.approx(expected[position].max().item(), abs=1e-3)
+    assert [len(report.top) for report in answer.logprobs] == [2] * 20
+    assert twin.prompt_logprobs == answer.prompt_logprobs
+
+
+def test_a_stream_has_the_logprobs_of_generate(llm: LLM) -> None:
+    whole = llm.generate("how probable", greedy(logprobs=2, stop=("\n",)))[0]
+    deltas = list(llm.stream("how probable", greedy(logprobs=2, stop=("\n",))))
+    assert tuple(report for delta in deltas for report in delta.logprobs) == whole.logprobs
+    assert all(len(delta.logprobs) == len(delta.token_ids) for delta in deltas)
+
+
+def test_an_error_can_be_raised(model: LoadedModel, llm: LLM) -> None:
+    embedding = model.decoder.weights.embedding
+    original = embedding[90].clone()
+    try:
+        embedding[90] = torch.nan
+        bad = llm.generate([1, 90, 2], greedy(n=2))
+        (last,) = llm.stream([1, 90, 2], greedy())
+    finally:
+        embedding[90] = original
+    for error in (bad[0].error, bad[1].error, last.error):
+        assert isinstance(error, NumericalError)
+    assert llm.generate([1, 2], greedy())[0].error is None
+
+
 @pytest.mark.parametrize(
     ("prompt", "error", "words"),
     [
@@ -137,12 +178,19 @@ def test_bad_prompts(llm: LLM, prompt, error: type[Exception], words: str) -> No
 def test_a_bad_prompt_leaves_the_others_unstarted(llm: LLM) -> None:
     with pytest.raises(ContextLengthError):
         llm.generate(["fine", "x" * 500], greedy())
-    assert not llm._scheduler.busy
+    assert not llm.loop.busy
 
 
 def test_scoring_longer_than_the_context(llm: LLM) -> None:
     with pytest.raises(ContextLengthError, match="401 tokens and the context 400"):
         list(llm.score([1] * 401))
+
+
+@pytest.mark.parametrize("changes", [{"stop_token_ids": (999,)}, {"logit_bias": {999: 1.0}}])
+def test_tokens_that_do_not_exist(llm: LLM, changes: dict) -> None:
+    with pytest.raises(ParameterError, match="token id 999 is outside"):
+        llm.generate("one", greedy(**changes))
+    assert not llm.loop.busy
 
 
 def test_params_must_match_prompts(llm: LLM) -> None:
@@ -158,6 +206,8 @@ def test_params_must_match_prompts(llm: LLM) -> None:
         ({"max_context": 0}, ParameterError, "1 to 512"),
         ({"max_batch": 0}, ParameterError, "max_batch is 0"),
         ({"chunk_size": 0}, ParameterError, "chunk_size is 0"),
+        ({"itl_budget_ms": 0}, ParameterError, "itl_budget_ms is 0"),
+        ({"reserve": 0}, ParameterError, "reserve is 0"),
         ({"prefill": "all"}, ParameterError, "window or chunk"),
         ({"sinks": -1}, UnknownFormatError, "0 or more"),
         ({"max_batch": 1, "max_context": 400, "cache_bytes": 420_000}, CacheMemoryError, "tokens would fit"),

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from subten.engine.logprobs import TokenLogprobs, token_logprobs
 from subten.engine.sampling import (
     SampleRow,
     SamplingParams,
+    choice_seed,
     filter_scores,
     gumbel,
     request_seed,
@@ -56,6 +58,15 @@ any_params = st.builds(
         ("seed", 2**63, "64-bit"),
         ("seed", 1.0, "64-bit"),
         ("max_tokens", 0, "at least 1"),
+        ("n", 0, "between 1 and 128"),
+        ("n", 129, "between 1 and 128"),
+        ("logit_bias", ((-1, 1.0),), "token ids of at least 0"),
+        ("logit_bias", ((1, 101),), "between -100 and 100"),
+        ("logit_bias", ((1, math.nan),), "between -100 and 100"),
+        ("logit_bias", (("a", 1),), "token ids"),
+        ("logit_bias", ((1,),), "token ids"),
+        ("logprobs", 21, "between 0 and 20"),
+        ("prompt_logprobs", -1, "between 0 and 20"),
         ("min_tokens", -1, "between 0 and max_tokens (256)"),
         ("min_tokens", 257, "between 0 and max_tokens (256)"),
         ("stop", "end", "tuple of non-empty strings"),
@@ -74,9 +85,10 @@ def test_a_field_outside_its_range_is_named_with_value_and_range(field: str, val
 
 
 def test_lists_are_kept_as_tuples() -> None:
-    params = SamplingParams(stop=["a", "b"], stop_token_ids=[3])  # type: ignore[arg-type]
+    params = SamplingParams(stop=["a", "b"], stop_token_ids=[3], logit_bias={5: -1.0})  # type: ignore[arg-type]
     assert params.stop == ("a", "b")
     assert params.stop_token_ids == (3,)
+    assert params.logit_bias == ((5, -1.0),)
     assert hash(params) == hash(dataclasses.replace(params))
 
 
@@ -255,6 +267,45 @@ def test_suppressed_tokens_are_never_taken_and_the_logits_are_left_alone() -> No
     ]
     assert sample(logits, rows).tolist() == [1, 2]
     assert torch.equal(logits, before)
+
+
+def test_a_bias_is_added_to_its_tokens_alone() -> None:
+    logits = torch.zeros(2, 5)
+    biased = SamplingParams(temperature=0, logit_bias={3: 1.0, 4: 0.5})
+    rows = [SampleRow(biased, 0, 0), SampleRow(SamplingParams(temperature=0), 0, 0)]
+    assert sample(logits, rows).tolist() == [3, 0]
+    assert not logits.any()
+    suppressed = dataclasses.replace(rows[0], suppressed=(3,))
+    assert sample(logits[:1], [suppressed]).tolist() == [4]
+
+
+def test_a_bias_of_100_is_a_command_and_one_of_minus_100_a_ban() -> None:
+    params = [SamplingParams(logit_bias={7: 100}), SamplingParams(top_k=1, logit_bias={7: -100})]
+    logits = random_logits(1, 50, seed=1)
+    assert all(sample(logits, rows_of(params[0], 1, first_seed=seed)).item() == 7 for seed in range(50))
+    logits[0, 7] = 30
+    assert sample(logits, rows_of(params[1], 1)).item() != 7
+
+
+def test_seeds_of_several_answers_are_different_and_the_first_is_the_requests_own() -> None:
+    seeds = {choice_seed(seed, index) for seed in (-1, 0, 1, 2) for index in range(100)}
+    assert len(seeds) == 400
+    assert choice_seed(-1, 0) == -1
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+
+
+def test_logprobs_are_those_of_a_softmax() -> None:
+    logits = random_logits(3, 40, seed=2)
+    expected = logits.log_softmax(-1)
+    none, own, three = token_logprobs(logits, [5, 6, 7], [None, 0, 3])
+    assert none is None
+    assert own == TokenLogprobs(expected[1, 6].item(), ())
+    assert [i for i, _ in three.top] == expected[2].topk(3).indices.tolist()
+    assert [value for _, value in three.top] == expected[2].topk(3).values.tolist()
+    assert three.logprob == expected[2, 7].item()
+    assert token_logprobs(logits, [5, 6, 7], [None] * 3) == [None] * 3
+    (everything,) = token_logprobs(logits[:1, :4], [1], [20])
+    assert len(everything.top) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

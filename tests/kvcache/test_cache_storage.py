@@ -70,6 +70,22 @@ def test_a_copied_page_is_the_same_in_every_byte() -> None:
     assert not torch.equal(storage.pages[2], storage.pages[1])
 
 
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_what_was_saved_comes_back_in_every_byte_elsewhere(name: str) -> None:
+    storage = storage_of(name)
+    saved = storage.save([3, 1], 2)
+    before = storage.pages.clone()
+    storage.pages.zero_()
+    storage.windows.zero_()
+    storage.restore(saved, [0, 2], 1)
+    assert torch.equal(storage.pages[[0, 2]], before[[3, 1]])
+    assert not storage.pages[[1, 3]].any()
+    assert (storage.windows[1] == 2).all()
+    assert not storage.windows[[0, 2]].any()
+    storage.restore(storage.save([], 1), [], 0)
+    assert torch.equal(storage.windows[0], storage.windows[1])
+
+
 def test_memory_that_can_not_be_had_is_one_clear_sentence() -> None:
     layout = PageLayout(get_format("kv2"), 128)
     with pytest.raises(CacheMemoryError, match=r"a cache of \d+\.\d\d GiB could not be allocated on cpu"):

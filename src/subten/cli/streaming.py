@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from subten.cli.terminal import size
-from subten.errors import NumericalError
 
 if TYPE_CHECKING:
     from subten.engine import LLM, CacheUsage, LoadedModel, SamplingParams
@@ -61,8 +60,8 @@ def stream_answer(llm: LLM, prompt: Sequence[int], params: SamplingParams, write
     """Generate, calling `write` with each piece of text as it comes. Ctrl-C frees the sequence and passes on.
 
     Raises:
-        NumericalError: the model gave NaN or infinite logits.
         ContextLengthError: the prompt does not fit.
+        SubtenError: what else ended the answer; NumericalError where the model gave NaN or infinite logits.
     """
     pieces: list[str] = []
     token_ids: list[int] = []
@@ -70,8 +69,8 @@ def stream_answer(llm: LLM, prompt: Sequence[int], params: SamplingParams, write
     first = last = start
     with closing(llm.stream(prompt, params)) as deltas:
         for delta in deltas:
-            if delta.finish_reason == "error":
-                raise NumericalError("the model's logits are not finite for this prompt; its weights are damaged")
+            if delta.error is not None:
+                raise delta.error
             last = time.perf_counter()
             first = last if not token_ids else first
             token_ids += delta.token_ids

@@ -270,7 +270,7 @@ class AsyncEngine:
         for generation in self._live:
             for request in generation.answers:
                 if request.finish_reason is None:
-                    request.fail(self._failure)
+                    request.fail(SubtenError(self._failure))
         self._cancel_all()
 
     def _deliver(self) -> None:

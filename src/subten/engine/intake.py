@@ -48,11 +48,14 @@ class Intake:
 
         Raises:
             ContextLengthError: the parent has filled the context.
-            ParameterError: a token id outside the vocabulary, or more than one answer per branch.
+            ParameterError: a token id outside the vocabulary, more than one answer per branch, or a wish for
+                log-probabilities of the prompt, which a branch does not compute.
         """
         for own in params:
             if own.n != 1:
                 raise ParameterError(f"n is {own.n} for a branch; a fork takes parameters of one answer per branch")
+            if own.prompt_logprobs is not None:
+                raise ParameterError("prompt_logprobs are asked for a branch, which does not compute its prompt")
         token_ids = parent.prompt + tuple(parent.output)
         return [self._request(token_ids, own, request_seed(own), index) for index, own in enumerate(params)]
 
@@ -92,4 +95,5 @@ def forked_params(parent: Request, n: int) -> list[SamplingParams]:
     """
     if n < 1:
         raise ParameterError(f"n is {n}; a fork makes 1 continuation or more")
-    return [replace(parent.params, n=1, seed=choice_seed(parent.seed, index)) for index in range(1, n + 1)]
+    own = replace(parent.params, n=1, prompt_logprobs=None)
+    return [replace(own, seed=choice_seed(parent.seed, index)) for index in range(1, n + 1)]

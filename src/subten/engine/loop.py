@@ -14,6 +14,7 @@ from subten.engine.request import Request
 from subten.engine.runner import Pass, Runner
 from subten.engine.sampling import sample
 from subten.engine.scheduler import Batch, Scheduler
+from subten.errors import CacheMemoryError, NumericalError
 
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -133,7 +134,7 @@ class EngineLoop:
         start = perf_counter()
         try:
             step.advance(layers)
-            logits = step.logits() if not step.layers_left else None
+            logits = None if step.layers_left else self._prompt_logits(batch, step)
         except RuntimeError as error:
             self._prefill = None
             self._recover(batch, error)
@@ -145,6 +146,16 @@ class EngineLoop:
             self._prefill = None
             self._take_tokens(batch, logits)
 
+    def _prompt_logits(self, batch: Batch, step: Pass) -> Tensor:
+        """Of each sequence's last token; where somebody asked for the others, they are reported."""
+        if all(request.params.prompt_logprobs is None for request, _ in batch):
+            return step.logits()
+        parts = step.logits(all_logits=True).split([len(work.token_ids) for _, work in batch])
+        for (request, work), logits in zip(batch, parts, strict=True):
+            if request.params.prompt_logprobs is not None:
+                request.take_prompt(work.plan.context_len, request.cached, logits)
+        return torch.stack([logits[-1] for logits in parts])
+
     def _recover(self, batch: Batch, error: RuntimeError) -> None:
         """After a step that ran out of memory: its longest request fails, the others are computed again.
 
@@ -154,7 +165,9 @@ class EngineLoop:
         if not isinstance(error, torch.OutOfMemoryError) and not any(w in str(error) for w in _MEMORY_WORDS):
             raise error
         longest = max(_requests(batch), key=lambda request: request.length)
-        longest.fail("the device's memory did not suffice for this request; make it shorter, or the batch smaller")
+        longest.fail(
+            CacheMemoryError("the device's memory did not suffice for the request; shorten it, or the batch")
+        )
         for request in _requests(batch):
             if request is longest:
                 self._scheduler.remove(request)
@@ -169,7 +182,9 @@ class EngineLoop:
         finite = torch.isfinite(rows).all(-1).tolist()
         for (_, request), fine in zip(ready, finite, strict=True):
             if not fine:
-                request.fail("the model's logits are not finite for this request; its weights or input are damaged")
+                request.fail(
+                    NumericalError("the model's logits are not finite for this request; its weights are damaged")
+                )
         going = [index for index, fine in enumerate(finite) if fine]
         if not going:
             return
@@ -191,6 +206,7 @@ class EngineLoop:
                 if branch.finish_reason is not None:
                     continue
                 if self._scheduler.fork(request, branch):
+                    branch.prompt_logprobs = request.prompt_logprobs
                     ready.append((row, branch))
                 else:
                     self._scheduler.add(branch)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from subten.engine.logprobs import TokenLogprobs
+from torch import Tensor
+
+from subten.engine.logprobs import TokenLogprobs, token_logprobs
 from subten.engine.sampling import SampleRow, SamplingParams
 from subten.engine.stops import StopMatcher
 from subten.engine.tokenizer import DecodeStream, Tokenizer
+from subten.errors import SubtenError
 from subten.kvcache import SavedSequence
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
@@ -18,7 +21,8 @@ FinishReason = Literal["stop", "length", "error", "cancelled"]
 class Delta:
     """What one step added to an answer. `text` may lag behind `token_ids`, never runs ahead.
 
-    `logprobs` has one entry per token where they were asked for; `index` says which of the `n` answers it is.
+    `logprobs` has one entry per token where they were asked for; `index` says which of the `n` answers it is; `error`
+    is with the last one, if that is what ended the answer.
     """
 
     text: str
@@ -26,6 +30,7 @@ class Delta:
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()
     index: int = 0
+    error: SubtenError | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,9 @@ class Completion:
         cached_tokens: prompt tokens that were taken from the cache instead of being computed.
         logprobs: one entry per token, where they were asked for.
         index: which of the `n` answers to the prompt it is.
+        prompt_logprobs: one entry per token of the prompt, where they were asked for; None for the first, which
+            nothing predicts.
+        error: what ended it, where it is an error; it can be raised.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -52,6 +60,8 @@ class Completion:
     cached_tokens: int
     logprobs: tuple[TokenLogprobs, ...] = ()
     index: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    error: SubtenError | None = None
 
 
 @dataclass(eq=False)
@@ -83,6 +93,8 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    error: SubtenError | None = None
     deltas: list[Delta] = field(default_factory=list)
     """Deltas that no consumer has taken yet."""
 
@@ -109,6 +121,21 @@ class Request:
     def ready(self) -> bool:
         """Whether everything up to the newest token has been computed, so that the next one can be sampled."""
         return self.cached == self.length
+
+    def take_prompt(self, start: int, end: int, logits: Tensor) -> None:
+        """Report what the model thought of tokens of the prompt.
+
+        Args:
+            start: first position that has been computed.
+            end: the position behind the last one.
+            logits: float32 [end - start, vocab], each of the token behind its position.
+        """
+        count = self.params.prompt_logprobs
+        following = self.prompt[start + 1 : end + 1]
+        if start == 0:
+            self.prompt_logprobs = [None]
+        if following:
+            self.prompt_logprobs += token_logprobs(logits[: len(following)], following, [count] * len(following))
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids of positions start..end-1, prompt and answer being one sequence."""
@@ -138,12 +165,13 @@ class Request:
         else:
             self._emit(piece, None, None)
 
-    def fail(self, sentence: str) -> None:
+    def fail(self, error: SubtenError) -> None:
         """End the request because of an error that is its own, and what was to branch off its prompt with it."""
-        self._emit("", "error", sentence)
+        self.error = error
+        self._emit("", "error", str(error))
         for branch in self.branches:
             if branch.finish_reason is None:
-                branch.fail(sentence)
+                branch.fail(error)
         self.branches = []
 
     def cancel(self) -> None:
@@ -163,6 +191,8 @@ class Request:
             self.reused,
             tuple(self.logprobs),
             self.index,
+            tuple(self.prompt_logprobs),
+            self.error,
         )
 
     def _finish(self, reason: FinishReason, stop_reason: str | int | None, piece: str = "") -> None:
@@ -179,4 +209,5 @@ class Request:
         self.finish_reason, self.stop_reason = reason, stop_reason
         new = slice(self._emitted, len(self.output))
         self._emitted = new.stop
-        self.deltas.append(Delta(piece, tuple(self.output[new]), reason, tuple(self.logprobs[new]), self.index))
+        tokens, logprobs = tuple(self.output[new]), tuple(self.logprobs[new])
+        self.deltas.append(Delta(piece, tokens, reason, logprobs, self.index, self.error))

@@ -69,6 +69,8 @@ class SamplingParams:
     logprobs: int | None = None
     """Report the log-probability of each token, and of so many of the most probable ones at its place; None: neither.
     They are the model's own: before bias, temperature and filters."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens. All of it is computed then, whatever of it is in the cache."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):
@@ -110,11 +112,12 @@ class SamplingParams:
             lambda x: isinstance(x, tuple) and all(_is_bias(entry) for entry in x),
             f"token ids of at least 0, each with a number between -{_LARGEST_BIAS} and {_LARGEST_BIAS}",
         )
-        self._require(
-            "logprobs",
-            lambda x: x is None or _integer(lambda i: 0 <= i <= _MOST_LOGPROBS)(x),
-            f"a whole number between 0 and {_MOST_LOGPROBS}, or None",
-        )
+        for name in ("logprobs", "prompt_logprobs"):
+            self._require(
+                name,
+                lambda x: x is None or _integer(lambda i: 0 <= i <= _MOST_LOGPROBS)(x),
+                f"a whole number between 0 and {_MOST_LOGPROBS}, or None",
+            )
 
     def _require(self, name: str, valid: Callable[[object], bool], allowed: str) -> None:
         value = getattr(self, name)

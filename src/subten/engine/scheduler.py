@@ -83,7 +83,7 @@ class Scheduler:
             except CacheMemoryError as error:
                 if self._running:
                     break
-                request.fail(str(error))
+                request.fail(error)
             else:
                 insort(self._running, request, key=_BY_ARRIVAL)
             del self._waiting[0]
@@ -163,7 +163,8 @@ class Scheduler:
             CacheMemoryError: there is no room; nothing has changed.
         """
         if request.saved is None:
-            hit = self._books.open(request.prompt if self._policy.reuse else ())
+            reuse = self._policy.reuse and request.params.prompt_logprobs is None
+            hit = self._books.open(request.prompt if reuse else ())
             self._storage.apply(hit.copies)
             request.sequence = hit.sequence
             request.cached = request.reused = hit.length
@@ -217,7 +218,7 @@ class Scheduler:
             except CacheMemoryError as error:
                 victim = next(r for r in reversed(self._running) if r not in pinned)
                 if victim is request and self._running == [request]:
-                    request.fail(str(error))
+                    request.fail(error)
                     return None
                 self.preempt(victim)
         return None
