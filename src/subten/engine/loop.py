@@ -107,19 +107,25 @@ class EngineLoop:
 
     def _run_prefill(self, *, paced: bool) -> None:
         """Take one step's prompts through the layers; with a budget, as many layers of as many steps as fit in."""
-        layers = self._pacer.layers(perf_counter() - self._last_tokens) if paced else 0
-        layers = max(1, layers)
-        while layers > 0:
-            if self._prefill is None and not self._begin_prefill():
+        room = 1
+        while room > 0:
+            begun = self._prefill is None
+            # Of what may be left in the middle, one prompt at a time: a cancelled one can then be dropped at once.
+            if begun and not self._begin_prefill(most=1 if paced else None):
                 return
-            self._advance_prefill(layers if paced else None)
             if not paced:
+                self._advance_prefill(None)
                 return
-            layers = self._pacer.layers(perf_counter() - self._last_tokens)
+            # What a layer takes depends on what lies in the cache before the chunk: the first one shows it.
+            self._advance_prefill(1 if begun else max(1, self._room()))
+            room = self._room()
 
-    def _begin_prefill(self) -> bool:
-        # One prompt at a time where a step may be left in the middle: then a cancelled one can be dropped at once.
-        batch = self._scheduler.prefill_batch(most=None if self._pacer.budget is None else 1)
+    def _room(self) -> int:
+        """Layers that fit in before the next token of those that decode."""
+        return self._pacer.layers(perf_counter() - self._last_tokens)
+
+    def _begin_prefill(self, most: int | None) -> bool:
+        batch = self._scheduler.prefill_batch(most)
         if batch:
             try:
                 self._prefill = batch, self._runner.begin([work for _, work in batch])
