@@ -1,4 +1,4 @@
-"""docs/one-token.md names files and functions; each must exist."""
+"""docs/one-token.md and docs/engine.md name files and functions; each must exist."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "one-token.md").read_text(encoding="utf-8")
-HOPS = re.findall(r"`(src/subten/[\w/]+\.py)`\s+`([\w.]+)`", TEXT)
+TEXT, ENGINE = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("one-token.md", "engine.md"))
+HOPS = re.findall(r"`(src/subten/[\w/]+\.py)`\s+`([\w.]+)`", TEXT + ENGINE)
 
 
 def names_of(path: Path) -> set[str]:
@@ -32,3 +32,9 @@ def test_the_walk_has_every_step() -> None:
 @pytest.mark.parametrize(("file", "name"), HOPS)
 def test_hop_exists(file: str, name: str) -> None:
     assert name in names_of(ROOT / file)
+
+
+def test_the_tests_that_the_engine_rests_on_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)`", ENGINE)
+    assert named
+    assert all((ROOT / name).is_file() for name in named)

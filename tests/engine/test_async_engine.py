@@ -66,37 +66,31 @@ def test_stream_is_generate_in_pieces(llm: LLM) -> None:
     assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["length"]
 
 
-def test_a_stream_that_is_left_after_3_tokens_frees_its_pages_within_two_steps(llm: LLM) -> None:
-    steps = count_steps(llm)
-
-    async def use(engine: AsyncEngine) -> int:
-        other = await engine.submit("another one" * 10, greedy(max_tokens=300))
-        stream = engine.stream("x" * 200, greedy(max_tokens=150))
-        for _ in range(3):
-            await anext(stream)
-        assert (await engine.stats()).running == 2
-        await stream.aclose()
-        left = len(steps)
-        while (await engine.stats()).running == 2:
-            await asyncio.sleep(0)
-        freed = len(steps)
-        other.cancel()
-        return freed - left
-
-    assert serve(llm, use) <= 2
-
-
-def count_steps(llm: LLM) -> list[float]:
-    """When each step of the engine began."""
-    began: list[float] = []
+def test_a_stream_that_is_left_after_3_tokens_frees_its_pages_within_two_steps(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[int] = []
     step = llm.loop.step
 
     def counted() -> None:
-        began.append(time.perf_counter())
+        running.append(llm.stats().running)
         step()
 
-    llm.loop.step = counted
-    return began
+    monkeypatch.setattr(llm.loop, "step", counted)
+
+    async def use(engine: AsyncEngine) -> None:
+        async with await engine.submit("another one" * 10, greedy(max_tokens=250)):
+            stream = engine.stream("x" * 200, greedy(max_tokens=150))
+            for _ in range(3):
+                await anext(stream)
+            await stream.aclose()
+            left = len(running)
+            while len(running) < left + 6:
+                await asyncio.sleep(0.001)
+        assert 2 in running[:left]
+        assert running[left + 2 :][:4] == [1] * 4
+
+    serve(llm, use)
 
 
 def test_a_task_that_is_cancelled_ends_its_request(llm: LLM) -> None:

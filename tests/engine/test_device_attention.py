@@ -40,7 +40,7 @@ def text(length: int, seed: int = 0) -> list[int]:
     return torch.randint(258, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def engine(model: LoadedModel, kv: str, attention: str, **sizes: int) -> LLM:
+def engine(model: LoadedModel, kv: str, attention: str, **sizes: float) -> LLM:
     windows = {} if kv == "bf16" else {"sinks": 2, "recent": 6}
     kernels = {"cached_attention": attention}
     return LLM(model, kv=kv, max_context=160, max_batch=3, chunk_size=48, kernels=kernels, **windows, **sizes)
@@ -80,6 +80,31 @@ def test_greedy_tokens_of_a_batch_that_comes_and_goes(model: LoadedModel) -> Non
     assert second[0].cached_tokens == second[1].cached_tokens >= 64
     for llm in llms:
         llm.check_integrity()
+
+
+def test_prompts_layer_by_layer_beside_a_stream_that_is_saved_and_put_back(model: LoadedModel) -> None:
+    """What a step keeps from one layer to the next must outlive the steps of others in between."""
+    answers = []
+    for attention in ("torch", "triton"):
+        llm = engine(model, "kv4", attention, itl_budget_ms=0.001)
+        (stream,) = llm.intake.requests(text(30), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        llm.loop.add(stream)
+        while not stream.output:
+            llm.loop.step()
+        (prompt,) = llm.intake.requests(
+            text(70, seed=1), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        )
+        llm.loop.add(prompt)
+        llm.loop.step()
+        llm._scheduler.preempt(stream)
+        while llm.loop.busy:
+            llm.loop.step()
+        whole = engine(model, "kv4", attention)
+        alone = [whole.generate(list(r.prompt), r.params)[0].token_ids for r in (stream, prompt)]
+        assert [tuple(stream.output), tuple(prompt.output)] == alone
+        answers.append(alone)
+        llm.check_integrity()
+    assert answers[0] == answers[1]
 
 
 def test_forks_at_a_page_edge_do_not_write_to_each_other(model: LoadedModel) -> None:

@@ -157,6 +157,21 @@ def test_an_error_can_be_raised(model: LoadedModel, llm: LLM) -> None:
     assert llm.generate([1, 2], greedy())[0].error is None
 
 
+def test_a_request_that_fails_on_its_way_leaves_nothing_for_others_to_continue(model: LoadedModel) -> None:
+    llm = LLM(model, kv="kv2", max_context=400, max_batch=4, sinks=4, recent=8)
+    first = llm.generate("on its way", greedy())[0].token_ids[0]
+    embedding = model.decoder.weights.embedding
+    original = embedding[first].clone()
+    try:
+        embedding[first] = torch.nan
+        bad = llm.generate("on its way", greedy())[0]
+    finally:
+        embedding[first] = original
+    assert (bad.token_ids, bad.finish_reason) == ((first,), "error")
+    answer = llm.generate([*llm.tokenizer.encode("on its way"), first, 5], greedy())[0]
+    assert answer.finish_reason == "length"
+
+
 @pytest.mark.parametrize(
     ("prompt", "error", "words"),
     [
