@@ -30,9 +30,9 @@ HELD_OUT = 1 / 3
 MEAN_MUST_GAIN = 0.05
 """Share of the output error by which removing the mean key must lower it: it costs the attention time."""
 
-MEAN_PAIRS = 16
-"""Rotary pairs of a head in which its mean key may be other than zero. A few hold nearly all of what it adds to
-scores, and on a GPU each costs the attention kernel time at every token."""
+MEAN_PAIRS = 32
+"""Rotary pairs of a head in which its mean key may be other than zero: all at head_dim 64. Some hold nearly all of
+what it adds to scores, and on a GPU each costs the attention kernel time at every token."""
 
 _SKIPPED = 1 / 16
 """Share of the tokens, the first ones, that are left out of moments: attention sinks are not like other keys, and
