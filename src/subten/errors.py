@@ -98,3 +98,15 @@ class QualityError(SubtenError):
     """A KV format diverges from 16 bit by more than was allowed."""
 
     code = "quality"
+
+
+class PolicyError(SubtenError):
+    """A policy file, or a rule file that it imports, that can't be read or contradicts itself."""
+
+    code = "policy"
+
+
+class ExtraMissingError(SubtenError):
+    """A package that an optional part of the project needs is not installed."""
+
+    code = "extra_missing"

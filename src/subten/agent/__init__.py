@@ -1,0 +1,1 @@
+"""The agent engine: shell code is judged before it runs."""

@@ -1,0 +1,1 @@
+"""What programs do to files and which other commands they run, program by program."""
