@@ -283,8 +283,7 @@ def _enable(shell: Evaluator, arguments: list[str], state: State) -> Outcome:
 def _history(shell: Evaluator, arguments: list[str], state: State) -> Outcome:
     options = parse(arguments[1:], "d")
     for path in options.operands:
-        for cwd in state.cwd:
-            shell.judge.judge_write(Act.OVERWRITE, path, state, cwd, complete=shell.complete)
+        shell.judge.judge_write(Act.OVERWRITE, path, state, complete=shell.complete)
     return state, state
 
 

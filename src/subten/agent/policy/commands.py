@@ -31,7 +31,7 @@ class CommandJudge:
         """Take note of a decision on what is at `span`."""
         if self.only_certain and (verdict is not Verdict.DENY or rule == OPAQUE):
             return
-        if self.strictest is None or verdict.severity > self.strictest.verdict.severity:
+        if self.strictest is None or verdict > self.strictest.verdict:
             self.strictest = Decision(verdict, rule, self.span, reason)
 
     def opaque(self, reason: str) -> None:
@@ -47,37 +47,38 @@ class CommandJudge:
     def check_builtin(self, arguments: list[str], state: State, *, complete: bool) -> None:
         """Builtins of the shell need no rule that allows them."""
         if self._has_rules:
-            for cwd in state.cwd:
-                self._apply_rules(arguments, cwd, complete=complete, default=False)
+            self._apply_rules(arguments, state, complete=complete, default=False)
 
-    def _apply_rules(self, arguments: list[str], cwd: str, *, complete: bool, default: bool) -> bool:
+    def _apply_rules(self, arguments: list[str], state: State, *, complete: bool, default: bool) -> bool:
         """Whether a rule allows the command by name."""
         allowed = False
         for rule in self.policy.rules:
-            found = rule.match(arguments, cwd, complete=complete)
+            found = rule.match(arguments, state.cwd, complete=complete)
             if found is Match.NO:
                 continue
             if rule.verdict is Verdict.ALLOW:
                 allowed = True
             elif found is Match.MAYBE:
                 self.opaque(f"`{shown(arguments)}` may be what the rule `{rule.name}` is about")
-            else:
-                reason = rule.reason or f"`{shown(arguments)}` matches a rule that says {rule.verdict.value}"
+            if found is Match.YES and self._matters(rule.verdict):
+                reason = rule.reason or f"a rule says {rule.verdict.word} for `{shown(arguments)}`"
                 self.decide(rule.verdict, rule.name, reason)
-            if allowed and rule.verdict is Verdict.ALLOW:
-                self.decide(Verdict.ALLOW, rule.name, rule.reason or f"`{shown(arguments)}` is allowed by name")
-        if not allowed and default and complete:
-            self.decide(self.policy.default, "default", f"no rule allows `{shown(arguments)}` by name")
+        if default and complete and not allowed and self._matters(self.policy.default):
+            self.decide(self.policy.default, "default", f"no rule is about `{shown(arguments)}`")
         return allowed
+
+    def _matters(self, verdict: Verdict) -> bool:
+        """Whether a decision would be stricter than what is known; its reason needs no words otherwise."""
+        return self.strictest is None or verdict > self.strictest.verdict
 
     # Programs
 
     def judge_program(
-        self, arguments: list[str], state: State, cwd: str, *, stdin: str | None, piped: bool, complete: bool
+        self, arguments: list[str], state: State, *, stdin: str | None, piped: bool, complete: bool
     ) -> Effects:
         """Judge a program and give back what else it runs and prints."""
         path = arguments[0]
-        allowed = self._apply_rules(arguments, cwd, complete=complete, default=True)
+        allowed = self._apply_rules(arguments, state, complete=complete, default=True)
         if not _is_plain_name(path):
             self.opaque(f"the command name `{_escaped(path)}` holds characters that look like others or like none")
         name = basename(path)
@@ -89,14 +90,14 @@ class CommandJudge:
             return self._shell(name, arguments[1:], stdin, piped=piped, complete=complete, allowed=allowed, state=state)
         program = find_program(name)
         if program is None:
-            self._judge_unlisted(arguments, state, cwd, allowed=allowed)
+            self._judge_unlisted(arguments, state, allowed=allowed)
             state.wrote = True
             return _NOTHING
         if not program.described:
-            self._judge_unlisted(arguments, state, cwd, allowed=allowed)
+            self._judge_unlisted(arguments, state, allowed=allowed)
         if not complete and not program.monotone:
             return _NOTHING
-        effects = program.describe(Call(name, arguments[1:], stdin, piped, cwd, state.wrote, complete))
+        effects = program.describe(Call(name, arguments[1:], stdin, state.wrote, complete))
         for reason in effects.opaque:
             self.opaque(reason)
         if not allowed:
@@ -105,12 +106,13 @@ class CommandJudge:
         if effects.touches:
             for touch in effects.touches:
                 state.wrote = state.wrote or touch.act not in (Act.REMOVE, Act.CHANGE)
-                self._judge_touch(touch, state, cwd)
+                self._judge_touch(touch, state)
         for link in effects.links:
-            self._remember(link, state, cwd)
+            for cwd in state.cwd:
+                self._remember(link, state, cwd)
         return effects
 
-    def _judge_unlisted(self, arguments: list[str], state: State, cwd: str, *, allowed: bool) -> None:
+    def _judge_unlisted(self, arguments: list[str], state: State, *, allowed: bool) -> None:
         """A program that is not described: by name it is the default's affair, but not what it may do to protected
         paths."""
         if allowed:
@@ -118,17 +120,12 @@ class CommandJudge:
         if any(is_unknown(argument) for argument in arguments):
             self.opaque(f"`{shown(arguments)}` gets arguments that are not known")
         for protected in self.policy.protect_paths:
-            if is_known(cwd) and reach(normalised(cwd), protected) is Reach.WITHIN:
-                self.opaque(f"what `{shown(arguments)}` does inside of {protected} is not known")
+            for cwd in state.cwd:
+                if reach(followed(normalised(cwd), state.links), protected) is Reach.WITHIN:
+                    self.opaque(f"what `{shown(arguments)}` does inside of {protected} is not known")
             for argument in arguments[1:]:
-                for piece in {argument, argument.partition("=")[2]} - {""}:
-                    if piece.startswith("-"):
-                        mentioned = protected in piece
-                    else:
-                        target = followed(absolute(piece, cwd), state.links)
-                        mentioned = protected in piece or reach(target, protected) >= Reach.ABOVE
-                    if mentioned:
-                        self.opaque(f"what `{shown(arguments)}` does to {protected} is not known")
+                if _mentions(argument, protected, state):
+                    self.opaque(f"what `{shown(arguments)}` does to {protected} is not known")
 
     # Shells
 
@@ -194,16 +191,17 @@ class CommandJudge:
 
     # Paths
 
-    def judge_write(self, act: Act, path: str, state: State, cwd: str, *, complete: bool) -> None:
+    def judge_write(self, act: Act, path: str, state: State, *, complete: bool) -> None:
         """A redirection. Rules know it as the command `> PATH`."""
         if self._has_rules or self.policy.default is not Verdict.ALLOW:
-            target = absolute(path, cwd)
-            self._apply_rules([">", target], cwd, complete=complete, default=True)
-        self._judge_touch(Touch(act, path), state, cwd)
+            for cwd in state.cwd:
+                self._apply_rules([">", absolute(path, cwd)], state, complete=complete, default=True)
+        self._judge_touch(Touch(act, path), state)
 
-    def _judge_touch(self, touch: Touch, state: State, cwd: str) -> None:
+    def _judge_touch(self, touch: Touch, state: State) -> None:
+        cwds = state.cwd if not touch.path.startswith("/") else state.cwd[:1]
         for protected in self.policy.protect_paths:
-            found = self._reach(touch, protected, state, cwd)
+            found = max(self._reach(touch, protected, state, cwd) for cwd in cwds)
             if found is Reach.NO or (found is Reach.ABOVE and not touch.tree):
                 continue
             path = visible(touch.path)
@@ -250,6 +248,18 @@ class CommandJudge:
                 state.links[path if is_known(path) else ANY] = ANY
             return
         state.links[path] = target
+
+
+def _mentions(argument: str, protected: str, state: State) -> bool:
+    """Whether an argument, or the value of an option, is a protected path, below it, or above it."""
+    if protected in argument:
+        return True
+    for piece in {argument, argument.partition("=")[2]}:
+        if piece and not piece.startswith("-"):
+            for cwd in state.cwd:
+                if reach(followed(absolute(piece, cwd), state.links), protected) >= Reach.ABOVE:
+                    return True
+    return False
 
 
 def _is_plain_name(path: str) -> bool:

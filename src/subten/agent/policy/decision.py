@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 from typing import Any
 
 
-class Verdict(Enum):
-    """From lenient to strict."""
+class Verdict(IntEnum):
+    """From lenient to strict: the strictest of several is the largest."""
 
-    ALLOW = "allow"
-    ASK = "ask"
-    DENY = "deny"
+    ALLOW = 0
+    ASK = 1
+    DENY = 2
 
     @property
-    def severity(self) -> int:
-        """The strictest of several verdicts has the largest."""
-        return _SEVERITY[self]
-
-
-_SEVERITY = {Verdict.ALLOW: 0, Verdict.ASK: 1, Verdict.DENY: 2}
+    def word(self) -> str:
+        """As policy files and results write it."""
+        return self.name.lower()
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Decision:
     def as_json(self) -> dict[str, Any]:
         """For a line of JSON."""
         return {
-            "decision": self.verdict.value,
+            "decision": self.verdict.word,
             "rule": self.rule,
             "span": list(self.span),
             "reason": self.reason,

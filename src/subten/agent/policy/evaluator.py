@@ -523,18 +523,14 @@ class Evaluator:
         return _both(after)
 
     def run_program(self, arguments: list[str], state: State) -> Outcome:
-        cwds = state.cwd
-        output: str | None = None
-        for cwd in cwds:
-            found = self.judge.judge_program(
-                arguments, state, cwd, stdin=self.stdin, piped=self.piped, complete=self.complete
-            )
-            output = found.output
-            for command in found.commands:
-                self._nested(command, state)
-            for script in found.scripts:
-                self.run_shell(script, state, arguments[0])
-        self.output = output if len(cwds) == 1 else None
+        effects = self.judge.judge_program(
+            arguments, state, stdin=self.stdin, piped=self.piped, complete=self.complete
+        )
+        for command in effects.commands:
+            self._nested(command, state)
+        for script in effects.scripts:
+            self.run_shell(script, state, arguments[0])
+        self.output = effects.output
         return state, state
 
     def _nested(self, command: list[str], state: State) -> None:
@@ -585,8 +581,7 @@ class Evaluator:
         if path in ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty") or path.startswith("/dev/fd/"):
             return
         act = Act.APPEND if operator in (">>", "&>>", "<>") else Act.OVERWRITE
-        for cwd in state.cwd:
-            self.judge.judge_write(act, path, state, cwd, complete=True)
+        self.judge.judge_write(act, path, state, complete=True)
         state.wrote = True
 
 

@@ -115,7 +115,7 @@ class Rule:
     reason: str = ""
     condition: Condition | None = None
 
-    def match(self, arguments: Sequence[str], cwd: str, *, complete: bool = True) -> Match:
+    def match(self, arguments: Sequence[str], cwds: Sequence[str], *, complete: bool = True) -> Match:
         """How the rule stands to a command. A rule that allows never says MAYBE."""
         allows = self.verdict is Verdict.ALLOW
         best = Match.NO
@@ -129,9 +129,10 @@ class Rule:
         if self.condition is not None:
             if not complete:
                 return Match.NO
-            if best is Match.YES and all(map(is_known, arguments)):
-                return Match.YES if self.condition.holds(arguments, cwd) else Match.NO
-            return Match.NO if allows else Match.MAYBE
+            if not all(map(is_known, (*arguments, *cwds))):
+                return Match.NO if allows else Match.MAYBE
+            held = [self.condition.holds(arguments, cwd) for cwd in cwds]
+            return best if (all(held) if allows else any(held)) else Match.NO
         return best
 
     def _pattern_match(self, arguments: Sequence[str], *, complete: bool) -> Match:

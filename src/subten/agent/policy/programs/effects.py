@@ -74,9 +74,6 @@ class Call(NamedTuple):
     arguments: Sequence[str]
     stdin: str | None
     """What it reads, where that is known."""
-    piped: bool
-    """Whether its input comes from a pipe or a redirection."""
-    cwd: str
     wrote: bool
     """Whether the script may have written files before."""
     complete: bool

@@ -152,7 +152,7 @@ class Parser:
 
     def _peek(self, ahead: int = 0) -> str:
         position = self.position + ahead
-        return self.text[position] if position < len(self.text) else ""
+        return self.text[position : position + 1]
 
     def _at_end(self) -> bool:
         return self.position >= len(self.text)
@@ -170,6 +170,8 @@ class Parser:
         return False
 
     def _skip_blanks(self) -> None:
+        if self.position < len(self.text) and self.text[self.position] not in " \t\\#":
+            return
         match = _BLANKS.match(self.text, self.position)
         if match:
             self.position = match.end()
