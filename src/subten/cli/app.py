@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from subten import __version__
+from subten.cli.agent_check import agent_check
 from subten.cli.calibrate import calibrate
 from subten.cli.demo import demo
 from subten.cli.eval_generate import eval_generate
@@ -24,6 +25,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 evaluations = typer.Typer(help="Measure the quality of KV formats.", rich_markup_mode=None)
+agent = typer.Typer(help="Judge what agents want to run.", rich_markup_mode=None)
+agent.command("check")(agent_check)
 evaluations.command("kv")(eval_kv)
 evaluations.command("retrieval")(eval_retrieval)
 evaluations.command("generate")(eval_generate)
@@ -33,6 +36,7 @@ app.command()(pull)
 app.command()(info)
 app.command()(calibrate)
 app.add_typer(evaluations, name="eval")
+app.add_typer(agent, name="agent")
 app.command()(demo)
 
 

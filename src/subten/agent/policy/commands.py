@@ -51,11 +51,12 @@ class CommandJudge:
 
     def _apply_rules(self, arguments: list[str], state: State, *, complete: bool, default: bool) -> bool:
         """Whether a rule allows the command by name."""
-        allowed = False
+        allowed = matched = False
         for rule in self.policy.rules:
             found = rule.match(arguments, state.cwd, complete=complete)
             if found is Match.NO:
                 continue
+            matched = matched or found is Match.YES
             if rule.verdict is Verdict.ALLOW:
                 allowed = True
             elif found is Match.MAYBE:
@@ -63,7 +64,7 @@ class CommandJudge:
             if found is Match.YES and self._matters(rule.verdict):
                 reason = rule.reason or f"a rule says {rule.verdict.word} for `{shown(arguments)}`"
                 self.decide(rule.verdict, rule.name, reason)
-        if default and complete and not allowed and self._matters(self.policy.default):
+        if default and complete and not matched and self._matters(self.policy.default):
             self.decide(self.policy.default, "default", f"no rule is about `{shown(arguments)}`")
         return allowed
 
@@ -78,17 +79,18 @@ class CommandJudge:
     ) -> Effects:
         """Judge a program and give back what else it runs and prints."""
         path = arguments[0]
-        allowed = self._apply_rules(arguments, state, complete=complete, default=True)
+        name = basename(path)
+        program = find_program(name)
+        wraps = program is not None and program.wraps
+        allowed = self._apply_rules(arguments, state, complete=complete, default=not wraps)
         if not _is_plain_name(path):
             self.opaque(f"the command name `{_escaped(path)}` holds characters that look like others or like none")
-        name = basename(path)
         if "/" in path and path.rpartition("/")[0] not in STANDARD_FOLDERS:
             if not allowed:
                 self.opaque(f"`{shown(arguments[:1])}` is a file whose content this policy does not read")
             state.wrote = True
         if name in SHELLS:
             return self._shell(name, arguments[1:], stdin, piped=piped, complete=complete, allowed=allowed, state=state)
-        program = find_program(name)
         if program is None:
             self._judge_unlisted(arguments, state, allowed=allowed)
             state.wrote = True

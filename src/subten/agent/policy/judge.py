@@ -8,13 +8,14 @@ import unicodedata
 from subten.agent.policy.decision import Decision, Verdict
 from subten.agent.policy.evaluator import Evaluator, TooLongError
 from subten.agent.policy.policy import Policy
-from subten.agent.policy.second_parser import command_starts
+from subten.agent.policy.second_parser import command_starts, require
 from subten.agent.policy.shell.parser import IncompleteError, Parser, ShellSyntaxError
 from subten.agent.policy.symbols import RESERVED
 
 MAX_STATEMENT = 65_536
 """Characters of one statement; a longer one is not read."""
 
+_UNFINISHED = "the text ends inside a quote or a construct"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f]")
 
@@ -23,6 +24,7 @@ class Judgement:
     """The state of judging one text from its beginning."""
 
     def __init__(self, policy: Policy, cwd: str | None) -> None:
+        require()
         self.policy = policy
         self.evaluator = Evaluator(policy, cwd)
         self.position = 0
@@ -46,33 +48,38 @@ class Judgement:
         Returns:
             what is missing for the statement at `position` to be complete; None if there is none.
         """
-        evaluator = self.evaluator
-        parser = Parser(text, self.position, final=final)
-        try:
-            while self.denied is None:
-                if len(text) - self.position > MAX_STATEMENT and not _closes_early(text, self.position):
-                    raise ShellSyntaxError("a statement is longer than what is read", self.position)
-                items = parser.next_statements()
-                if not items:
+        while True:
+            begin = self.position
+            window = begin + MAX_STATEMENT
+            parser = Parser(text[:window], begin, final=final and window >= len(text))
+            try:
+                while self.denied is None and (items := parser.next_statements()):
+                    self.evaluator.run_items(items)
+                    self.position = parser.position
+                    self.starts.update(parser.starts)
+                    self.regions += parser.regions
+                if self.denied is not None or window >= len(text):
                     return None
-                evaluator.run_items(items)
                 self.position = parser.position
-                self.starts.update(parser.starts)
-                self.regions += parser.regions
-        except IncompleteError as error:
-            self._judge_open(parser)
-            if final:
-                self._mark(self.position, len(text), "the text ends inside a quote or a construct")
-            return error
-        except ShellSyntaxError as error:
-            self._judge_open(parser)
-            if final:
-                self._mark(min(error.position, len(text)), len(text), f"this is not read as shell: {error}")
-            return IncompleteError("\0")
-        except (TooLongError, RecursionError):
+                continue
+            except IncompleteError as error:
+                if window < len(text) and self.position > begin:
+                    continue
+                self._judge_open(parser)
+                if final:
+                    missing = "a statement is too long to be read" if window < len(text) else _UNFINISHED
+                    self._mark(self.position, len(text), missing)
+                return error
+            except ShellSyntaxError as error:
+                self._judge_open(parser)
+                if final:
+                    self._mark(min(error.position, len(text)), len(text), f"this is not read as shell: {error}")
+                return IncompleteError("\0")
+            except (TooLongError, RecursionError):
+                break
+        if final:
             self._mark(self.position, len(text), "the script has more steps than are followed")
-            self.position = len(text)
-        return None
+        return IncompleteError("\0")
 
     def unseen(self, starts: set[int]) -> list[int]:
         """Those of the places where a command begins that the first parser did not take for one."""
@@ -166,8 +173,3 @@ def _quoted(text: str, index: int) -> bool:
     """Whether the line up to there has an open quote. Only used to ask less often about texts in quotes."""
     line = text[text.rfind("\n", 0, index) + 1 : index]
     return line.count("'") % 2 == 1 or line.count('"') % 2 == 1
-
-
-def _closes_early(text: str, position: int) -> bool:
-    """Whether a statement may end within the length that is read."""
-    return re.search(r"[\n;&|]", text[position : position + MAX_STATEMENT]) is not None

@@ -79,10 +79,10 @@ class WildcardPattern:
         """On the arguments joined with blanks, with quotes where an argument needs them or without."""
         if not complete and not self._open:
             return Match.NO
+        # What is not known is a symbol here, which only a `*` of the pattern matches, whatever it stands for.
+        if self._regex.fullmatch(" ".join(arguments)) or self._regex.fullmatch(shlex.join(arguments)):
+            return Match.YES
         if all(map(is_known, arguments)):
-            plain = " ".join(arguments)
-            if self._regex.fullmatch(plain) or self._regex.fullmatch(shlex.join(arguments)):
-                return Match.YES
             return Match.NO
         first = arguments[0]
         if "*" in self._first or not is_known(first) or first == self._first:

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 from subten.errors import ExtraMissingError
 
 if TYPE_CHECKING:
-    from tree_sitter import Language, Parser, Query
+    from tree_sitter import Parser, Query, QueryCursor
 
 
 @cache
-def _tools() -> tuple[Language, Parser, Query]:
+def _tools() -> tuple[Parser, Query, type[QueryCursor]]:
     try:
         import tree_sitter_bash
-        from tree_sitter import Language, Parser, Query
+        from tree_sitter import Language, Parser, Query, QueryCursor
     except ImportError as error:
         raise ExtraMissingError(
             "judging shell commands needs tree-sitter-bash; install it with: pip install 'subten[agent]'"
         ) from error
     language = Language(tree_sitter_bash.language())
-    return language, Parser(language), Query(language, "(command) @command")
+    return Parser(language), Query(language, "(command) @command"), QueryCursor
 
 
 def require() -> None:
@@ -38,14 +38,12 @@ def require() -> None:
 
 def command_starts(text: str) -> set[int] | None:
     """Character offsets at which a simple command begins; None if the text has errors for this parser."""
-    from tree_sitter import QueryCursor
-
-    _, parser, query = _tools()
+    parser, query, cursor = _tools()
     data = text.encode("utf-8")
     root = parser.parse(data).root_node
     if root.has_error:
         return None
-    starts = {node.start_byte for node in QueryCursor(query).captures(root).get("command", ())}
+    starts = {node.start_byte for node in cursor(query).captures(root).get("command", ())}
     if len(data) == len(text):
         return starts
     return {len(data[:start].decode("utf-8")) for start in starts}

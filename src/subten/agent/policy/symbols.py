@@ -28,6 +28,7 @@ NAME = "\ue008"
 
 SYMBOLS = STAR + QUESTION + BRACKET + ANY + FIELDS + NUMBER + BELOW + SOME_BELOW + NAME
 RESERVED = re.compile("[\ue000-\ue01f]")
+_MAX_STARS = 4
 _UNKNOWN = re.compile(f"[{ANY}{FIELDS}]")
 _BRACKET = re.compile(f"([!^]?\\]?(?:[{BRACKET}[][:=.][^\\]]*[:=.]\\]|[^]/])*)\\]")
 _VISIBLE = {
@@ -86,6 +87,9 @@ def to_regex(text: str, *, slashes: bool) -> str:
         slashes: whether patterns match slashes (in `case` and `[[`) or not (in file names).
     """
     anything = ".*" if slashes else "[^/]*"
+    if text.count(STAR) > _MAX_STARS:
+        # Many of them can make a search take forever; this matches at least as much.
+        return anything if slashes or "/" not in text else ".*"
     parts: list[str] = []
     position = 0
     while position < len(text):

@@ -89,6 +89,8 @@ class Program(NamedTuple):
     describe: Describe
     monotone: bool = True
     """Whether what it does with some arguments it also does with more behind them."""
+    wraps: bool = False
+    """Whether it only runs another command, so that the default is about that one."""
     described: bool = True
     """Whether the description says what happens to files; otherwise it is like that of a program nobody knows."""
 

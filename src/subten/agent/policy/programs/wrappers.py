@@ -25,7 +25,7 @@ def _prefix(short: str = "", long: Sequence[str] = (), operands: int = 0) -> Pro
             effects.commands.append(command)
         return effects
 
-    return Program(describe)
+    return Program(describe, wraps=True)
 
 
 def _env(call: Call) -> Effects:
@@ -190,7 +190,7 @@ _OTHER_PLACES = (
 _watch: Describe = _joined("nd", ("--interval", "--differences")).describe
 
 PROGRAMS: dict[str, Program] = {
-    "env": Program(_env),
+    "env": Program(_env, wraps=True),
     "nice": _prefix("n", ("--adjustment",)),
     "ionice": _prefix("cnpPu", ("--class", "--classdata")),
     "chrt": _prefix("TPD", (), 1),

@@ -10,6 +10,7 @@ from subten.agent.policy.shell.tree import Part, Text
 from subten.agent.policy.symbols import ANY, NUMBER
 
 MAX_WORDS = 256
+MAX_BRACES = 32
 
 _SPLIT = re.compile(r"([{},])")
 _NUMBERS = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
@@ -29,8 +30,8 @@ def expand_braces(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
             tokens += [piece if piece in "{}," else Text(piece, False) for piece in _SPLIT.split(part.text) if piece]
         else:
             tokens.append(part)
-    words = _expand(tokens)
-    if len(words) > MAX_WORDS:
+    words = _expand(tokens) if tokens.count("{") <= MAX_BRACES else []
+    if not 0 < len(words) <= MAX_WORDS:
         return [(Text(ANY, True),)]
     return [tuple(Text(token, False) if isinstance(token, str) else token for token in word) for word in words]
 

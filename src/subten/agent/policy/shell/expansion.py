@@ -29,6 +29,7 @@ from subten.agent.policy.symbols import (
     FIELDS,
     NUMBER,
     RESERVED,
+    STAR,
     activate,
     deactivate,
     is_known,
@@ -420,7 +421,7 @@ def _divided(word: Word, separator: str) -> tuple[Word, Word | None]:
 
 
 def _without(value: str, pattern: str, operator: str) -> str:
-    if ANY in pattern or FIELDS in pattern or not is_known(value) or len(value) > 1000:
+    if ANY in pattern or FIELDS in pattern or pattern.count(STAR) > 1 or not is_known(value) or len(value) > 1000:
         return ANY
     expression = re.compile(to_regex(pattern, slashes=True), re.DOTALL)
     lengths: Sequence[int] = range(len(value) + 1)
