@@ -79,16 +79,20 @@ def test_working_directory(command: str, cwd: str | None, verdict: Verdict) -> N
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["a" * MIB, "true;" * (MIB // 5), "'" * MIB, "(" * MIB, "$(" * (MIB // 2), "{" * MIB, "`" * MIB, "$" * MIB]
-    + ["a|" * (MIB // 2), "echo " + "{a," * 5000, "x=/" + "a" * 900 + "; rm ${x%%*" + "a*" * 12 + "b}"]
-    + [":(){ :|:& };:", "for a in 1 2 3 4 5 6 7 8; do " * 8 + "echo $a;" + " done;" * 8, "if true; then " * 20000]
-    + ["echo 'x", 'echo "x', "echo $(x", "cat <<E\nx", "a\0b", "a\udcffb", "\ue003", "echo )", "fi", ";;"],
-    ids=lambda command: repr(command[:20]),
-)
+BAD = [
+    *(piece * (MIB // len(piece)) for piece in ("a", "true;", "'", "(", "$(", "{", "`", "$", "a|")),
+    "x=/" + "a" * 900 + "; rm ${x%%*" + "a*" * 12 + "b}",
+    ":(){ :|:& };:",
+    "for a in 1 2 3 4 5 6 7 8; do " * 8 + "echo $a;" + " done;" * 8,
+    "if true; then " * 20000,
+    *("echo 'x", 'echo "x', "echo $(x", "cat <<E\nx", "a\0b", "a\udcffb", "\ue003", "echo )", "fi", ";;"),
+    "rm -rf " + "{a," * 5000,
+]
+
+
+@pytest.mark.parametrize("command", BAD, ids=lambda command: ascii(command[:20]))
 def test_bad_input_is_never_allowed_silently(command: str) -> None:
-    assert judge(POLICY, command, CWD).verdict is not Verdict.ALLOW or command.startswith("echo {a,")
+    assert judge(POLICY, command, CWD).verdict is not Verdict.ALLOW
 
 
 def test_a_denial_in_front_of_bad_input_stands() -> None:

@@ -133,7 +133,7 @@ def test_rules_of_codex(tmp_path: Path) -> None:
         ('["rm"]', "[]", r"default\.rules:10: pattern must be a list"),
         ("prefix_rule(pattern", "other(pattern", r"default\.rules:10: only prefix_rule"),
         ("justification", "because", r"default\.rules:10: prefix_rule takes"),
-        ('"git commit"', "\"git 'commit\"", r"default\.rules:7: .* unbalanced quotes"),
+        ('"git commit"', '"git \'commit"', r"default\.rules:7: .* unbalanced quotes"),
         (")\nprefix", "\nprefix", r"default\.rules:\d+: not a file of prefix_rule"),
     ],
 )

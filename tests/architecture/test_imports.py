@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "engine": {"models", "kvcache"},
     "evals": {"engine"},
     "bench": {"engine"},
-    "cli": {"evals", "engine", "config"},
+    "agent": {"engine"},
+    "cli": {"evals", "agent", "engine", "config"},
     "__main__": {"cli"},
 }
 NO_TORCH = {"errors", "config"}
@@ -71,6 +72,13 @@ def test_rooms_import_downwards(path: Path) -> None:
 def test_settings_and_errors_are_free_of_torch(path: Path) -> None:
     if room_of(path) in NO_TORCH:
         assert not {m.split(".")[0] for m in imported_modules(path)} & {"torch", "triton"}
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "agent" / "policy").rglob("*.py")), ids=lambda p: p.name)
+def test_the_policy_needs_neither_torch_nor_the_engine(path: Path) -> None:
+    modules = imported_modules(path)
+    assert not {module.split(".")[0] for module in modules} & {"torch", "triton", "transformers"}
+    assert {m.split(".")[1] for m in modules if m.startswith("subten.")} <= {"agent", "errors"}
 
 
 def test_only_kernels_import_triton() -> None:

@@ -21,7 +21,9 @@ def agent_check(
     jsonl: Annotated[
         Path | None, typer.Option(help="File with one JSON object a line that has a `command`; - for standard input.")
     ] = None,
-    cwd: Annotated[str | None, typer.Option(help="Working directory the commands start in [default: this one].")] = None,
+    cwd: Annotated[
+        str | None, typer.Option(help="Working directory the commands start in [default: this one].")
+    ] = None,
 ) -> None:
     """Judge shell commands by a policy.
 

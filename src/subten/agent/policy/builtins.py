@@ -301,9 +301,13 @@ def _check_code(shell: Evaluator, argument: str) -> None:
         shell.mark_opaque(f"`{basename(argument)}` holds a subscript that the shell runs")
 
 
+_NEUTRAL = (
+    ":", "true", "false", "wait", "jobs", "bg", "fg", "disown", "ulimit", "umask", "times", "dirs", "caller",
+    "type", "shopt", "suspend", "help", "compopt",
+)  # fmt: skip
+
 BUILTINS: dict[str, Builtin] = {
-    **{name: _neutral for name in (":", "true", "false", "wait", "jobs", "bg", "fg", "disown", "ulimit", "umask",
-                                   "times", "dirs", "caller", "type", "shopt", "suspend", "help", "compopt")},
+    **dict.fromkeys(_NEUTRAL, _neutral),
     "cd": _cd,
     "chdir": _cd,
     "pushd": _cd,
@@ -317,7 +321,7 @@ BUILTINS: dict[str, Builtin] = {
     "trap": _trap,
     "alias": _alias,
     "unalias": _unalias,
-    **{name: _declare for name in ("export", "declare", "typeset", "local", "readonly")},
+    **dict.fromkeys(("export", "declare", "typeset", "local", "readonly"), _declare),
     "unset": _unset,
     "set": _set,
     "shift": _shift,
@@ -333,9 +337,9 @@ BUILTINS: dict[str, Builtin] = {
     "[": _test,
     "exit": _leave,
     "logout": _leave,
-    **{name: _escape for name in ("return", "break", "continue")},
-    **{name: _code for name in ("complete", "compgen", "bind", "fc")},
+    **dict.fromkeys(("return", "break", "continue"), _escape),
+    **dict.fromkeys(("complete", "compgen", "bind", "fc"), _code),
     "hash": _hash,
     "enable": _enable,
     "history": _history,
-}  # fmt: skip
+}

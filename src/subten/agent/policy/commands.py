@@ -90,7 +90,9 @@ class CommandJudge:
                 self.opaque(f"`{shown(arguments[:1])}` is a file whose content this policy does not read")
             state.wrote = True
         if name in SHELLS:
-            return self._shell(name, arguments[1:], stdin, piped=piped, complete=complete, allowed=allowed, state=state)
+            return self._shell(
+                name, arguments[1:], stdin, piped=piped, complete=complete, allowed=allowed, state=state
+            )
         if program is None:
             self._judge_unlisted(arguments, state, allowed=allowed)
             state.wrote = True

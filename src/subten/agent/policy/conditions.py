@@ -53,7 +53,9 @@ class CelCondition:
         try:
             result = self._program.execute(values)
         except Exception as error:
-            raise PolicyError(f"{self._where}: `when: {self._expression}` fails on {values['command']!r}: {error}") from error
+            raise PolicyError(
+                f"{self._where}: `when: {self._expression}` fails on {values['command']!r}: {error}"
+            ) from error
         if not isinstance(result, bool):
             raise PolicyError(f"{self._where}: `when: {self._expression}` gives {result!r}; it must be true or false")
         return result
@@ -61,6 +63,5 @@ class CelCondition:
 
 def _bound(expression: str) -> set[str]:
     """Names that macros such as `argv.exists(a, ...)` bind."""
-
 
     return set(re.findall(r"\.(?:all|exists|exists_one|filter|map)\(\s*(\w+)\s*,", expression))

@@ -410,11 +410,13 @@ class Evaluator:
         self.judge.span = span
         kept: list[tuple[str, Values | None, tuple[str, ...] | None]] = []
         for assignment in command.assignments:
-            kept.append((
-                assignment.name,
-                state.variables.get(assignment.name),
-                state.arrays.get(assignment.name),
-            ))
+            kept.append(
+                (
+                    assignment.name,
+                    state.variables.get(assignment.name),
+                    state.arrays.get(assignment.name),
+                )
+            )
             self.assign(assignment, state)
         self.judge.span = span
         if len(alternatives) == 1:
@@ -523,6 +525,7 @@ class Evaluator:
         return _both(after)
 
     def run_program(self, arguments: list[str], state: State) -> Outcome:
+        """A command that is no function and no builtin that changes the shell."""
         effects = self.judge.judge_program(
             arguments, state, stdin=self.stdin, piped=self.piped, complete=self.complete
         )

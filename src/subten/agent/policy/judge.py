@@ -84,9 +84,7 @@ class Judgement:
     def unseen(self, starts: set[int]) -> list[int]:
         """Those of the places where a command begins that the first parser did not take for one."""
         return sorted(
-            start
-            for start in starts - self.starts
-            if not any(begin <= start < end for begin, end in self.regions)
+            start for start in starts - self.starts if not any(begin <= start < end for begin, end in self.regions)
         )
 
     def _judge_open(self, parser: Parser) -> None:
@@ -165,7 +163,9 @@ def _check_invisible(judgement: Judgement, text: str) -> None:
         if category in ("Zs", "Zl", "Zp", "Cf", "Cc") and not _quoted(text, index):
             judgement.evaluator.judge.span = (index, index + 1)
             name = unicodedata.name(character, "a control character")
-            judgement.evaluator.mark_opaque(f"it holds {name} outside of quotes, which looks like a blank or like nothing")
+            judgement.evaluator.mark_opaque(
+                f"it holds {name} outside of quotes, which looks like a blank or like nothing"
+            )
             return
 
 

@@ -17,7 +17,7 @@ class Policy:
 
     Attributes:
         rules: in any order; of those that match a command the strictest decides.
-        protect_paths: absolute paths. Deleting, overwriting, truncating or moving away anything at or below is denied.
+        protect_paths: absolute paths. Deleting, overwriting, truncating or moving away what is at or below is denied.
         default: for a command that no rule matches.
         opaque: for what can't be known before it runs; ask or deny.
 

@@ -24,7 +24,7 @@ def load_policy(path: Path) -> Policy:
     """The policy of a YAML file with the keys `rules`, `protect_paths`, `default` and `opaque`, all optional.
 
     Raises:
-        PolicyError: it can't be read, has other keys or values, or a rule contradicts its own examples; with the line.
+        PolicyError: it can't be read, has other keys or values, or a rule contradicts its examples; with the line.
         ExtraMissingError: PyYAML, or the package for conditions, is not installed.
     """
     content = _read_yaml(path)
@@ -56,7 +56,7 @@ def _read_yaml(path: Path) -> Any:
     except ImportError as error:
         raise ExtraMissingError("a policy file needs PyYAML; install it with: pip install 'subten[agent]'") from error
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """Keeps the line of every mapping."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -126,7 +126,9 @@ def _rules(item: Any, path: Path) -> list[Rule]:
 def _imported(path: Path, name: str, where: str) -> list[Rule]:
     source = path.parent / name
     if source.suffix not in (".json", ".rules"):
-        raise PolicyError(f"{where}: '{name}' can't be imported; that takes a .json file of settings or a .rules file")
+        raise PolicyError(
+            f"{where}: '{name}' can't be imported; that takes a .json file of settings or a .rules file"
+        )
     text = _read(source)
     return claude_settings(source, text) if source.suffix == ".json" else prefix_rules(source, text)
 

@@ -140,7 +140,7 @@ class Rule:
 
 
 def _spellings(arguments: Sequence[str], *, strict: bool) -> list[Sequence[str]]:
-    """The command as written and without the folder of its program; `strict` only where that folder is a usual one."""
+    """The command as written and without the folder of its program; `strict`: only if that is a usual one."""
     name = arguments[0]
     folder, slash, short = name.rpartition("/")
     if not slash or name == ">" or (strict and folder not in STANDARD_FOLDERS):

@@ -118,9 +118,7 @@ class Options:
         return found[-1] if found else None
 
 
-def parse(
-    arguments: Sequence[str], short: str = "", long: Sequence[str] = (), *, permute: bool = True
-) -> Options:
+def parse(arguments: Sequence[str], short: str = "", long: Sequence[str] = (), *, permute: bool = True) -> Options:
     """Sort arguments as getopt does.
 
     Args:

@@ -13,6 +13,7 @@ from subten.agent.policy.programs.effects import (
     Program,
     Touch,
     basename,
+    nothing,
     parse,
 )
 from subten.agent.policy.symbols import ANY, FIELDS
@@ -116,9 +117,7 @@ def _move(call: Call) -> Effects:
 
 
 def _install(call: Call) -> Effects:
-    options = parse(
-        call.arguments, "tSgmo", (*_COPY_LONG, "--group", "--mode", "--owner", "--strip-program")
-    )
+    options = parse(call.arguments, "tSgmo", (*_COPY_LONG, "--group", "--mode", "--owner", "--strip-program"))
     effects = Effects()
     if options.has("--strip-program"):
         effects.opaque.append("install runs a program of its own choice")
@@ -178,7 +177,9 @@ def _output_option(letters: str, long: str) -> Program:
 
     def describe(call: Call) -> Effects:
         options = parse(call.arguments, letters, (long,))
-        paths = [path for name in (*(f"-{letter}" for letter in letters), long) for path in options.values.get(name, ())]
+        paths = [
+            path for name in (*(f"-{letter}" for letter in letters), long) for path in options.values.get(name, ())
+        ]
         if options.uncertain:
             paths.append(ANY)
         return Effects().touch(Act.OVERWRITE, paths)
@@ -230,9 +231,7 @@ def _download(call: Call) -> Effects:
     letters = "oODc" if call.name == "curl" else "OPoa"
     options = parse(
         call.arguments,
-        letters + "HdXuAebFTxKmrwyYzEhtU"
-        if call.name == "curl"
-        else letters + "eUtTQwbBiDAR",
+        letters + "HdXuAebFTxKmrwyYzEhtU" if call.name == "curl" else letters + "eUtTQwbBiDAR",
         ("--output", "--output-document", "--directory-prefix", "--output-dir", "--dump-header", "--cookie-jar"),
     )
     effects = Effects()
@@ -281,7 +280,7 @@ PROGRAMS: dict[str, Program] = {
     "uniq": Program(_second_operand),
     "split": Program(_second_operand, monotone=False),
     "csplit": Program(_second_operand, monotone=False),
-    "mkfifo": Program(lambda call: Effects()),
+    "mkfifo": Program(nothing),
     "gzip": Program(_compress, monotone=False),
     "gunzip": Program(_compress, monotone=False),
     "bzip2": Program(_compress, monotone=False),

@@ -6,21 +6,22 @@ from subten.agent.policy.programs.effects import Act, Call, Effects, Program, pa
 from subten.agent.policy.symbols import ANY, is_known
 
 _GLOBAL_VALUES = ("-C", "-c", "--git-dir", "--work-tree", "--namespace", "--exec-path", "--config-env")
-_READS = frozenset(
-    (
-        "status log diff show blame grep ls-files ls-tree ls-remote rev-parse rev-list describe shortlog cat-file "
-        "for-each-ref name-rev merge-base count-objects var version help show-ref symbolic-ref whatchanged cherry "
-        "reflog fsck verify-commit verify-tag check-ignore check-attr annotate range-diff diff-tree diff-index "
-        "diff-files archive bundle"
-    ).split()
-)
-_RECORDS = frozenset("add commit fetch push tag branch remote init notes gc repack prune pack-refs".split())
-_REWRITES = frozenset(
-    (
-        "clean checkout reset restore switch stash rm mv merge rebase pull cherry-pick revert am apply read-tree "
-        "checkout-index worktree submodule sparse-checkout clone"
-    ).split()
-)
+_READS = frozenset((
+    "status", "log", "diff", "show", "blame", "grep", "ls-files", "ls-tree", "ls-remote", "rev-parse", "rev-list",
+    "describe", "shortlog", "cat-file", "for-each-ref", "name-rev", "merge-base", "count-objects", "var", "version",
+    "help", "show-ref", "symbolic-ref", "whatchanged", "cherry", "reflog", "fsck", "verify-commit", "verify-tag",
+    "check-ignore", "check-attr", "annotate", "range-diff", "diff-tree", "diff-index", "diff-files", "archive",
+    "bundle",
+))  # fmt: skip
+_RECORDS = frozenset((
+    "add", "commit", "fetch", "push", "tag", "branch", "remote", "init", "notes", "gc", "repack", "prune",
+    "pack-refs",
+))  # fmt: skip
+_REWRITES = frozenset((
+    "clean", "checkout", "reset", "restore", "switch", "stash", "rm", "mv", "merge", "rebase", "pull",
+    "cherry-pick", "revert", "am", "apply", "read-tree", "checkout-index", "worktree", "submodule",
+    "sparse-checkout", "clone",
+))  # fmt: skip
 _RUNS = ("--upload-pack", "--receive-pack", "--exec", "-x", "--open-files-in-pager", "-O", "--ext-diff", "--textconv")
 
 

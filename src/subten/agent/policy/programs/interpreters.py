@@ -13,11 +13,13 @@ INTERPRETER = re.compile(
     r"sqlite3|psql|mysql|dc|m4|tcc|gnuplot|octave|maxima|npx|pnpx|bunx|uvx|pipx|uv|nix-shell|nix|sg|newgrp|dialog|"
     r"man|info|mutt|mail|ftp|lftp|rlwrap|entr|fd|fdfind|xdg-open|start-stop-daemon|run-parts|jobs|rpm|dpkg)[\d.]*"
 )
-SHELLS = frozenset("sh bash dash ash zsh ksh mksh rbash fish csh tcsh".split())
+SHELLS = frozenset(["sh", "bash", "dash", "ash", "zsh", "ksh", "mksh", "rbash", "fish", "csh", "tcsh"])
 _RUNNERS = (
-    "make gmake ninja cmake npm pnpm yarn pytest tox nox cargo go mvn gradle ant rake bundle meson bazel scons just "
-    "task invoke pre-commit composer dotnet sbt mix rebar3 stack cabal jest mocha vitest eslint tsc webpack vite pip"
-).split()
+    "make", "gmake", "ninja", "cmake", "npm", "pnpm", "yarn", "pytest", "tox", "nox", "cargo", "go", "mvn",
+    "gradle", "ant", "rake", "bundle", "meson", "bazel", "scons", "just", "task", "invoke", "pre-commit",
+    "composer", "dotnet", "sbt", "mix", "rebar3", "stack", "cabal", "jest", "mocha", "vitest", "eslint", "tsc",
+    "webpack", "vite", "pip",
+)  # fmt: skip
 _VERSION = frozenset(("--version", "-V", "--help", "-version"))
 _MAKE_CODE = re.compile(r"-[fCEI]|--(?:file|makefile|eval|directory|include-dir)|[A-Za-z_]\w*[:+?!]*=")
 
@@ -60,13 +62,17 @@ def _xxd(call: Call) -> Effects:
 
 
 _READERS = (
-    "ls dir vdir cat head tail grep egrep fgrep zgrep zcat bzcat xzcat wc cut tr nl od hexdump strings file stat du "
-    "df ps pgrep date id whoami groups uname hostname arch pwd which whereis basename dirname realpath readlink seq "
-    "sleep true false test [ : diff diff3 cmp comm join paste column fold fmt pr expand unexpand tac rev base32 "
-    "base64 basenc md5sum sha1sum sha224sum sha256sum sha384sum sha512sum b2sum cksum sum jq printenv locale nproc "
-    "free uptime lscpu lsblk getconf expr factor bc mkdir touch sync tty clear kill pkill killall yes echo "
-    "printf numfmt look tsort getent lsof ss ip ping dig host nslookup tput stty cal who w last umask ag ack"
-).split()
+    "ls", "dir", "vdir", "cat", "head", "tail", "grep", "egrep", "fgrep", "zgrep", "zcat", "bzcat", "xzcat", "wc",
+    "cut", "tr", "nl", "od", "hexdump", "strings", "file", "stat", "du", "df", "ps", "pgrep", "date", "id",
+    "whoami", "groups", "uname", "hostname", "arch", "pwd", "which", "whereis", "basename", "dirname", "realpath",
+    "readlink", "seq", "sleep", "true", "false", "test", "[", ":", "diff", "diff3", "cmp", "comm", "join", "paste",
+    "column", "fold", "fmt", "pr", "expand", "unexpand", "tac", "rev", "base32", "base64", "basenc", "md5sum",
+    "sha1sum", "sha224sum", "sha256sum", "sha384sum", "sha512sum", "b2sum", "cksum", "sum", "jq", "printenv",
+    "locale", "nproc", "free", "uptime", "lscpu", "lsblk", "getconf", "expr", "factor", "bc", "mkdir", "touch",
+    "sync", "tty", "clear", "kill", "pkill", "killall", "yes", "echo", "printf", "numfmt", "look", "tsort",
+    "getent", "lsof", "ss", "ip", "ping", "dig", "host", "nslookup", "tput", "stty", "cal", "who", "w", "last",
+    "umask", "ag", "ack",
+)  # fmt: skip
 
 PROGRAMS: dict[str, Program] = {
     **{name: Program(nothing) for name in _READERS},

@@ -11,7 +11,9 @@ _SED_LONG = ("--expression", "--file", "--line-length", "--separator")
 _SED_ADDRESS = re.compile(
     r"(?:\d+(?:~\d+)?|\$|/(?:[^/\\\n]|\\.)*/[IM]*)(?:,[+~]?(?:\d+|\$|/(?:[^/\\\n]|\\.)*/[IM]*))?\s*!?\s*"
 )
-_SED_PLAIN = re.compile(r"[pdqQDPNGHhgxnlz=]\s*\d*|[bt]\s*\w*|:\s*\w+|[aic]\\?[^\n]*|y/(?:[^/\\]|\\.)*/(?:[^/\\]|\\.)*/")
+_SED_PLAIN = re.compile(
+    r"[pdqQDPNGHhgxnlz=]\s*\d*|[bt]\s*\w*|:\s*\w+|[aic]\\?[^\n]*|y/(?:[^/\\]|\\.)*/(?:[^/\\]|\\.)*/"
+)
 
 
 def harmless_sed(script: str) -> bool:
@@ -79,7 +81,9 @@ def _sed(call: Call) -> Effects:
     return effects
 
 
-_AWK_STRING_OR_REGEX = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?<=[(,~!&|{;\n])\s*/(?:[^/\\\n]|\\.)*/|^\s*/(?:[^/\\\n]|\\.)*/')
+_AWK_STRING_OR_REGEX = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|(?<=[(,~!&|{;\n])\s*/(?:[^/\\\n]|\\.)*/|^\s*/(?:[^/\\\n]|\\.)*/'
+)
 _AWK_UNSAFE = re.compile(r"\bsystem\b|\bgetline\b|@|(?<!\|)\|(?!\|)|\bclose\b|\bfflush\b")
 _AWK_PRINT = re.compile(r"\bprintf?\b[^;}\n]*>")
 
@@ -91,9 +95,7 @@ def harmless_awk(program: str) -> bool:
 
 
 def _awk(call: Call) -> Effects:
-    options = parse(
-        call.arguments, "Fvf", ("--field-separator", "--assign", "--file"), permute=False
-    )
+    options = parse(call.arguments, "Fvf", ("--field-separator", "--assign", "--file"), permute=False)
     safe = {"-F", "-v", "--field-separator", "--assign"}
     effects = Effects()
     program = options.operands[:1]
@@ -133,8 +135,7 @@ def _printf(call: Call) -> Effects:
     values += [""] * (rounds * count - len(values))
     remaining = iter(values)
     printed = [
-        re.sub(r"%[s%]", lambda match: "%" if match.group() == "%%" else next(remaining), text)
-        for _ in range(rounds)
+        re.sub(r"%[s%]", lambda match: "%" if match.group() == "%%" else next(remaining), text) for _ in range(rounds)
     ]
     return Effects(output="".join(printed))
 

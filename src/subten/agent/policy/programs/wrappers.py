@@ -93,7 +93,16 @@ def _xargs(call: Call) -> Effects:
     options = parse(
         call.arguments,
         "IEeLnPsda",
-        ("--replace", "--max-args", "--max-procs", "--max-chars", "--delimiter", "--arg-file", "--max-lines", "--eof"),
+        (
+            "--replace",
+            "--max-args",
+            "--max-procs",
+            "--max-chars",
+            "--delimiter",
+            "--arg-file",
+            "--max-lines",
+            "--eof",
+        ),
         permute=False,
     )
     effects = Effects()
@@ -174,7 +183,9 @@ def _multi(call: Call) -> Effects:
 
 
 def _flock(call: Call) -> Effects:
-    options = parse(call.arguments, "wEc", ("--timeout", "--wait", "--conflict-exit-code", "--command"), permute=False)
+    options = parse(
+        call.arguments, "wEc", ("--timeout", "--wait", "--conflict-exit-code", "--command"), permute=False
+    )
     rest = options.operands[1:]
     if rest[:1] == ["-c"] or rest[:1] == ["--command"]:
         return Effects(scripts=[ShellText(text) for text in rest[1:2]])
@@ -182,10 +193,11 @@ def _flock(call: Call) -> Effects:
 
 
 _OTHER_PLACES = (
-    "ssh scp sftp docker podman nerdctl kubectl nsenter chroot systemd-run at batch crontab machinectl lxc-attach "
-    "bwrap proot firejail unshare mount umount losetup debugfs mkfs mke2fs fdisk parted wipefs blkdiscard swapon "
-    "systemctl service tmux screen expect nc ncat socat telnet"
-).split()
+    "ssh", "scp", "sftp", "docker", "podman", "nerdctl", "kubectl", "nsenter", "chroot", "systemd-run", "at",
+    "batch", "crontab", "machinectl", "lxc-attach", "bwrap", "proot", "firejail", "unshare", "mount", "umount",
+    "losetup", "debugfs", "mkfs", "mke2fs", "fdisk", "parted", "wipefs", "blkdiscard", "swapon", "systemctl",
+    "service", "tmux", "screen", "expect", "nc", "ncat", "socat", "telnet",
+)  # fmt: skip
 
 _watch: Describe = _joined("nd", ("--interval", "--differences")).describe
 

@@ -144,7 +144,7 @@ class Expander:
         if part.quoted:
             return [[_Run(part.text, False)]]
         text = part.text
-        if first and text.startswith("~") or assignment and "~" in text:
+        if (first and text.startswith("~")) or (assignment and "~" in text):
             return [[_Run(tilde, False)] for tilde in self._tilde(text, state, alone=len(parts) == 1)]
         if _EXTENDED_PATTERN.search(text) or text in ("(", ")", "|"):
             return [[_Run(FIELDS, False)]]
@@ -244,9 +244,7 @@ class Expander:
             return self._alternative(part, values, state)
         if operator in ("#", "##", "%", "%%"):
             patterns = self.text(part.argument, state, pattern=True)
-            return limited(
-                _without(value, pattern, operator) for value in values for pattern in patterns
-            )
+            return limited(_without(value, pattern, operator) for value in values for pattern in patterns)
         if operator[0] == "/":
             return self._replaced(part, values, state)
         if operator == ":":

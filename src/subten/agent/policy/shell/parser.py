@@ -50,9 +50,7 @@ _PARAMETER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|[@*#?$!-]")
 _REDIRECT = re.compile(r"([0-9]+|\{[A-Za-z_][A-Za-z0-9_]*\})?(&>>|&>|<<<|<<-|<<|<>|<&|>>|>\||>&|<(?!\()|>(?!\())")
 _OPERATOR = re.compile(r":[-=+?]|[-=+?]|##?|%%?|/[/#%]?|\^\^?|,,?|~~?|:|@")
 _METACHARACTERS = frozenset(" \t\n;&|<>()")
-_OPENING = frozenset(
-    ("if", "while", "until", "for", "case", "select", "{", "[[", "function", "time", "!", "coproc")
-)
+_OPENING = frozenset(("if", "while", "until", "for", "case", "select", "{", "[[", "function", "time", "!", "coproc"))
 _CLOSING = frozenset(("then", "do", "done", "elif", "else", "fi", "esac", "}", "in"))
 
 
@@ -139,7 +137,7 @@ class Parser:
     def here_document(self) -> Word:
         """The text as the body of a here-document whose delimiter is not quoted."""
         start = self.position
-        parts = self._quoted_parts(lambda: self.position >= len(self.text), _HEREDOC_TEXT, '$`\\\n')
+        parts = self._quoted_parts(lambda: self.position >= len(self.text), _HEREDOC_TEXT, "$`\\\n")
         return self._word(parts, start)
 
     # Characters
@@ -632,7 +630,7 @@ class Parser:
             self.position = start
             return None
         value = None
-        if self._peek() and self._peek() not in _METACHARACTERS or self._peek() in "<>" and self._peek(1) == "(":
+        if (self._peek() and self._peek() not in _METACHARACTERS) or (self._peek() in "<>" and self._peek(1) == "("):
             value = self._read_word()
         return Assignment(name, subscript, mark == "+=", value, None, self._at(start), self._at(self.position))
 

@@ -21,7 +21,19 @@ _T = TypeVar("_T")
 class State:
     """Variables, functions, aliases, working directory, links. Copied where a script branches."""
 
-    __slots__ = ("aliases", "arrays", "cwd", "directories", "functions", "links", "positional", "previous_cwd", "variables", "wrote", "zero")
+    __slots__ = (
+        "aliases",
+        "arrays",
+        "cwd",
+        "directories",
+        "functions",
+        "links",
+        "positional",
+        "previous_cwd",
+        "variables",
+        "wrote",
+        "zero",
+    )
 
     def __init__(self, cwd: Values) -> None:
         self.variables: dict[str, Values] = {}
