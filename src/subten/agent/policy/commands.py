@@ -226,7 +226,10 @@ class CommandJudge:
         found = reach(path, protected)
         if not state.links or touch.path == "":
             return Reach.NO if touch.path == "" else found
-        if touch.act in (Act.REMOVE, Act.MOVE) and not touch.path.endswith("/"):
+        if ".." in touch.path.split("/"):
+            # Behind a link it leads elsewhere than the text says.
+            found = max(found, Reach.MAYBE)
+        if touch.act in (Act.REMOVE, Act.MOVE) and not touch.path.endswith(("/", "/.", "/..")):
             # A link that is deleted or moved is not followed itself.
             parent, _, last = path.rpartition("/")
             target = f"{followed(parent or '/', state.links).rstrip('/')}/{last}"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from subten.agent.policy.programs.effects import Act, Call, Describe, Effects, Program, ShellText, parse
 from subten.agent.policy.symbols import ANY, FIELDS, is_known
 
+_MAX_ITEMS = 32
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 
 
@@ -113,10 +114,10 @@ def _xargs(call: Call) -> Effects:
     if call.stdin is not None and is_known(call.stdin) and plain and not re.search(r"[\"'\\]", call.stdin):
         items = call.stdin.split("\0") if options.has("-0", "--null") else call.stdin.split()
     if replaced is not None:
-        for item in [ANY] if items is None else items[:32]:
-            effects.commands.append([argument.replace(replaced, item) for argument in command])
-        if items is not None and len(items) > 32:
-            effects.commands.append([argument.replace(replaced, ANY) for argument in command])
+        # Here an item is a line.
+        lines = [ANY] if items is None or call.stdin is None else [line.lstrip() for line in call.stdin.splitlines()]
+        for line in lines if len(lines) <= _MAX_ITEMS else [ANY]:
+            effects.commands.append([argument.replace(replaced, line) for argument in command])
         return effects
     if options.uncertain:
         effects.opaque.append("xargs runs a command that is not known")
