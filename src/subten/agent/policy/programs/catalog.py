@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from subten.agent.policy.programs import archives, files, find, git, interpreters, text, wrappers
 from subten.agent.policy.programs.effects import Program
 
@@ -17,6 +19,7 @@ _PROGRAMS: dict[str, Program] = {
 _INTERPRETER = Program(interpreters.interpret, monotone=False)
 
 
+@lru_cache(maxsize=1024)
 def find_program(name: str) -> Program | None:
     """The description of a program by its name without folders; None if there is none."""
     found = _PROGRAMS.get(name)

@@ -49,9 +49,11 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PARAMETER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|[@*#?$!-]")
 _REDIRECT = re.compile(r"([0-9]+|\{[A-Za-z_][A-Za-z0-9_]*\})?(&>>|&>|<<<|<<-|<<|<>|<&|>>|>\||>&|<(?!\()|>(?!\())")
 _OPERATOR = re.compile(r":[-=+?]|[-=+?]|##?|%%?|/[/#%]?|\^\^?|,,?|~~?|:|@")
+_REDIRECT_BEGINS = frozenset("0123456789{&<>")
 _METACHARACTERS = frozenset(" \t\n;&|<>()")
 _OPENING = frozenset(("if", "while", "until", "for", "case", "select", "{", "[[", "function", "time", "!", "coproc"))
 _CLOSING = frozenset(("then", "do", "done", "elif", "else", "fi", "esac", "}", "in"))
+_RESERVED_BEGINS = frozenset(word[0] for word in _OPENING | _CLOSING)
 
 
 class IncompleteError(Exception):
@@ -94,6 +96,7 @@ class Parser:
         """Stretches that are read by a parser of their own: between backticks, and here-documents."""
         self._heads: list[tuple[list[Assignment], list[Word | Assignment], list[Redirect], int]] = []
         self._recording = True
+        self._has_arrays = "=(" in text
         if depth > MAX_DEPTH:
             raise ShellSyntaxError("it nests too deeply to be judged", position)
 
@@ -253,6 +256,8 @@ class Parser:
 
     def _reserved(self) -> str:
         """The reserved word at this place, or nothing."""
+        if self._peek() not in _RESERVED_BEGINS:
+            return ""
         match = _RESERVED.match(self.text, self.position)
         if not match:
             return ""
@@ -601,6 +606,8 @@ class Parser:
         return Simple(tuple(assignments), tuple(words), tuple(redirects), self._at(start), self._at(end))
 
     def _assignment(self, *, arrays_only: bool) -> Assignment | None:
+        if arrays_only and not self._has_arrays:
+            return None
         start = self.position
         match = _ASSIGNMENT.match(self.text, start)
         if not match:
@@ -657,6 +664,8 @@ class Parser:
             found.append(redirect)
 
     def _redirect(self) -> Redirect | None:
+        if self._peek() not in _REDIRECT_BEGINS:
+            return None
         match = _REDIRECT.match(self.text, self.position)
         if not match:
             return None
