@@ -11,7 +11,7 @@ import time
 from subten.agent.policy import Policy, StreamingPolicy, judge
 
 POLICY = Policy(protect_paths=["/w/v"])
-CWD = "/work/repo"
+CWD = "/srv/repo"
 COMMANDS = {
     "chain of 200 characters": (
         "git add -A && git commit -m 'what has changed, and why it had to be done today' && git log --oneline "

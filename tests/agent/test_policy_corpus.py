@@ -17,7 +17,7 @@ CASES = [
     for line in (DATA / name).read_text(encoding="utf-8").splitlines()
 ]
 POLICY = Policy(protect_paths=["/w/v"])
-CWD = "/work/repo"
+CWD = "/srv/repo"
 EXPECTED = {"deny": {Verdict.DENY}, "ask-or-deny": {Verdict.ASK, Verdict.DENY}, "allow": {Verdict.ALLOW}}
 
 

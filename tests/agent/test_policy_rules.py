@@ -9,7 +9,7 @@ import pytest
 from subten.agent.policy import Policy, Verdict, judge, load_policy
 from subten.errors import PolicyError
 
-CWD = "/work/repo"
+CWD = "/srv/repo"
 
 
 def policy(tmp_path: Path, text: str) -> Policy:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from subten.agent.policy import Policy, StreamingPolicy, Verdict, judge
 
 POLICY = Policy(protect_paths=["/w/v"])
-CWD = "/work/repo"
+CWD = "/srv/repo"
 
 WORDS = [
     "rm",
