@@ -12,6 +12,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
+@gluon.jit
+def _ptx(x, CODE: gl.constexpr, OPERANDS: gl.constexpr, DTYPE: gl.constexpr, PACK: gl.constexpr):
+    """One register of `x` ($1), PACK elements, to one of the result ($0)."""
+    return gl.inline_asm_elementwise(CODE, OPERANDS, [x], dtype=DTYPE.value, is_pure=True, pack=PACK)
+
+
 @gluon.constexpr_function
 def shifted_field(shift, mask):
     """The bits of a register under a mask, after a shift to the right."""
@@ -27,7 +33,7 @@ def key_plane_ptx(plane):
 @gluon.jit
 def key_plane(words, PLANE: gl.constexpr):
     """Codes of one plane of the keys' bytes, as int8: times 1 (even planes) or 4."""
-    return gl.inline_asm_elementwise(key_plane_ptx(PLANE), "=r,r", [words], dtype=gl.int8, is_pure=True, pack=4)
+    return _ptx(words, key_plane_ptx(PLANE), "=r,r", gl.int8, 4)
 
 
 @gluon.constexpr_function
@@ -39,15 +45,13 @@ def value_plane_ptx(plane):
 @gluon.jit
 def value_plane(words, PLANE: gl.constexpr):
     """Codes of one plane of the values' words, as fp16: times 2^-24 (subnormal numbers) and 4^(plane % 5)."""
-    return gl.inline_asm_elementwise(value_plane_ptx(PLANE), "=r,r", [words], dtype=gl.float16, is_pure=True, pack=2)
+    return _ptx(words, value_plane_ptx(PLANE), "=r,r", gl.float16, 2)
 
 
 @gluon.jit
 def exp2(x):
     """2^x, subnormal numbers as zero."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
+    return _ptx(x, "ex2.approx.ftz.f32 $0, $1;", "=f,f", gl.float32, 1)
 
 
 @gluon.jit
@@ -59,69 +63,45 @@ def small_float(x):
 @gluon.jit
 def float_of_bits(x):
     """An int32 as the float32 of the same bits."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+    return _ptx(x, "mov.b32 $0, $1;", "=f,r", gl.float32, 1)
 
 
 @gluon.jit
 def grid_scale(words):
     """fp16 scales of packed words, two at a time."""
-    return gl.inline_asm_elementwise(
-        "{.reg .b32 t; shr.u32 t, $1, 1; and.b32 $0, t, 0x7FE07FE0;}",
-        "=r,r",
-        [words],
-        dtype=gl.float16,
-        is_pure=True,
-        pack=2,
-    )
+    return _ptx(words, "{.reg .b32 t; shr.u32 t, $1, 1; and.b32 $0, t, 0x7FE07FE0;}", "=r,r", gl.float16, 2)
 
 
 @gluon.jit
 def grid_offset(words):
     """fp16 offsets of packed words from the lower end of the grid, in eighths of the scale: 0x6400 is 1024 as a fp16,
     with an integer in its low bits, and 0x642C is 1024 and the 44 of an offset of zero."""
-    return gl.inline_asm_elementwise(
+    return _ptx(
+        words,
         "{ .reg .b32 t, c; lop3.b32 t, $1, 0x003F003F, 0x64006400, 0xEA; "
         "mov.b32 c, 0x642C642C; sub.rn.f16x2 $0, t, c; }",
         "=r,r",
-        [words],
-        dtype=gl.float16,
-        is_pure=True,
-        pack=2,
+        gl.float16,
+        2,
     )
 
 
 @gluon.jit
 def low_half(x):
     """The lower fp16 of an int32, as float32."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a; }",
-        "=f,r",
-        [x],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
+    return _ptx(x, "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a; }", "=f,r", gl.float32, 1)
 
 
 @gluon.jit
 def high_half(x):
     """The upper fp16 of an int32, as float32."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b; }",
-        "=f,r",
-        [x],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
+    return _ptx(x, "{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b; }", "=f,r", gl.float32, 1)
 
 
 @gluon.jit
 def transposed(x):
     """Each 8 x 8 fragment, transposed across the lanes of its warp."""
-    return gl.inline_asm_elementwise(
-        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
-    )
+    return _ptx(x, "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", x.dtype, 2)
 
 
 @gluon.constexpr_function

@@ -194,6 +194,7 @@ def append_arguments(
         **{f"{name}_head": x.stride(1) for name, x in (("q", q), ("k", k), ("v", v))},
         **{f"windows_{axis}": layer.windows.stride(i + 1) for i, axis in enumerate(("slot", "side", "head"))},
         "GROUP": group,
+        "TILES": head_tiles(group),
         "NUM_KEPT": tables.places.num_kept,
         "SINKS": layout.format.sinks,
         "RING": layout.format.ring_size,
@@ -243,6 +244,7 @@ def append_kernel(
     windows_side,
     windows_head,
     GROUP: tl.constexpr,
+    TILES: tl.constexpr,
     NUM_KEPT: tl.constexpr,
     SINKS: tl.constexpr,
     RING: tl.constexpr,
@@ -308,6 +310,7 @@ def append_kernel(
             eps,
             batch,
             GROUP,
+            TILES,
             NUM_KEPT,
             HEAD_DIM,
             PADDED,
@@ -338,6 +341,7 @@ def _prepare_queries(
     eps,
     batch,
     GROUP: tl.constexpr,
+    TILES: tl.constexpr,
     NUM_KEPT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
@@ -378,7 +382,6 @@ def _prepare_queries(
             length += tl.sum(tl.abs(coded), 1, keep_dims=True)
         # As small as the halves of an integer and the sums of its products with codes allow.
         unit = tl.maximum(tl.maximum(largest / _Q_STEPS, length * (3.0 / _LARGEST_SCORE)), 1e-20)
-        TILES: tl.constexpr = 1 if GROUP <= 4 else 2
         PADDED_GROUP: tl.constexpr = (GROUP + 4 * TILES - 1) // (4 * TILES) * (4 * TILES)
         of_tiles = (sequence * tl.num_programs(1) + head) * PADDED_GROUP + of_group
         for index in tl.static_range(PADDED // COLUMNS):
