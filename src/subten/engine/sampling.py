@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from subten.engine.guard import GuardMaker, allowed_tokens
 from subten.errors import ParameterError
 
 _WORD = (1 << 64) - 1
@@ -29,6 +30,7 @@ _HEAD = 1024
 _MOST_CHOICES = 128
 _MOST_LOGPROBS = 20
 _LARGEST_BIAS = 100
+_LARGEST_PENALTY = 2
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,12 @@ class SamplingParams:
     """Answers to one prompt, which is computed once. Answer i is the one that `choice_seed(seed, i)` gives alone."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit) before everything else."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that the answer has already, -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that the answer has it already, -2 to 2."""
+    guard: GuardMaker | None = None
+    """Makes what says, token by token, how the answer may go on (guard.py); its word is the last one."""
     logprobs: int | None = None
     """Report the log-probability of each token, and of so many of the most probable ones at its place; None: neither.
     They are the model's own: before bias, temperature and filters."""
@@ -112,6 +120,17 @@ class SamplingParams:
             lambda x: isinstance(x, tuple) and all(_is_bias(entry) for entry in x),
             f"token ids of at least 0, each with a number between -{_LARGEST_BIAS} and {_LARGEST_BIAS}",
         )
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._require(
+                name,
+                _number(lambda x: abs(x) <= _LARGEST_PENALTY),
+                f"a number between -{_LARGEST_PENALTY} and {_LARGEST_PENALTY}",
+            )
+        self._require(
+            "guard",
+            lambda x: x is None or (callable(x) and self.min_tokens == 0),
+            "None, or what makes a guard; it decides where the answer may end, so min_tokens must be 0",
+        )
         for name in ("logprobs", "prompt_logprobs"):
             self._require(
                 name,
@@ -123,6 +142,11 @@ class SamplingParams:
         value = getattr(self, name)
         if not valid(value):
             raise ParameterError(f"{name} is {value!r}; it must be {allowed}")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether what the answer has already counts."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def greedy(self) -> bool:
@@ -166,6 +190,10 @@ class SampleRow:
     """The index in the sequence, prompt included, of the token to be sampled."""
     suppressed: tuple[int, ...] = ()
     """Token ids that can't be taken now: the ending ones while `min_tokens` is not reached."""
+    counts: Mapping[int, int] = field(default_factory=dict)
+    """How often the answer has each token, where that counts (`SamplingParams.penalizes`)."""
+    allowed: Tensor | None = None
+    """int32 [words], a bit per token id that may come next (guard.py); None allows all."""
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -179,18 +207,32 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         int64 [batch] token ids on the device of `logits`.
     """
     scores = logits.float()
-    if any(row.suppressed or row.params.logit_bias for row in rows):
+    if any(row.suppressed or row.params.logit_bias or row.counts for row in rows):
         scores = scores.clone()
         for index, row in enumerate(rows):
             for token_id, bias in row.params.logit_bias:
                 scores[index, token_id] += bias
+            _penalize(scores[index], row)
             scores[index, list(row.suppressed)] = -math.inf
+    guarded = [(index, row.allowed) for index, row in enumerate(rows) if row.allowed is not None]
+    if guarded:
+        at = torch.tensor([index for index, _ in guarded], device=scores.device)
+        allowed = allowed_tokens(torch.stack([mask for _, mask in guarded]).to(scores.device), scores.shape[1])
+        scores = scores.index_copy(0, at, scores[at].masked_fill(~allowed, -math.inf))
     tokens = scores.argmax(dim=-1)
     drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
     if drawn:
         at = torch.tensor(drawn, device=logits.device)
         tokens[at] = _draw(scores[at], [rows[index] for index in drawn])
     return tokens
+
+
+def _penalize(scores: Tensor, row: SampleRow) -> None:
+    """Lower, in place, the scores [vocab] of the tokens that the answer has already."""
+    if row.counts:
+        tokens = torch.tensor(list(row.counts), device=scores.device)
+        times = torch.tensor(list(row.counts.values()), dtype=scores.dtype, device=scores.device)
+        scores[tokens] -= row.params.presence_penalty + row.params.frequency_penalty * times
 
 
 def _draw(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
