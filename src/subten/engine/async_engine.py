@@ -123,6 +123,11 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="subten-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def failed(self) -> bool:
+        """Whether an error has ended all requests; no new ones are taken then."""
+        return self._failure is not None
+
     async def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
         """Begin to answer a prompt.
 

@@ -103,6 +103,7 @@ class LLM:
             raise ParameterError(f"prefill is '{prefill}'; it must be window or chunk")
         fmt = get_format(kv) if isinstance(kv, str) else kv
         self.kv = fmt.with_windows(sinks, recent)
+        self.max_batch, self.sessions, self.session_ttl = max_batch, sessions, session_ttl
         if not isinstance(model, LoadedModel):
             model = load_model(model, dtype=dtype, device=device, kernels=kernels, progress=progress)
         self.model = model
