@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
@@ -14,6 +16,9 @@ from subten.server.api_errors import from_subten, shutting_down
 from subten.server.limits import Place
 from subten.server.metrics import Metrics
 from subten.server.schema import PromptTokensDetails, Usage
+
+
+log = logging.getLogger(__name__)
 
 
 class Piece(NamedTuple):
@@ -34,16 +39,25 @@ class Answers:
         place: left at the end.
         prompt_tokens: length of each prompt.
         params: of each prompt.
+        texts: the prompts, where they are to be logged.
     """
 
     def __init__(
-        self, metrics: Metrics, place: Place, prompt_tokens: Sequence[int], params: Sequence[SamplingParams]
+        self,
+        metrics: Metrics,
+        place: Place,
+        prompt_tokens: Sequence[int],
+        params: Sequence[SamplingParams],
+        texts: Sequence[str] | None = None,
     ) -> None:
+        self.id = uuid.uuid4().hex
+        self._texts = texts
         self._metrics = metrics
         self._place = place
         self._prompt_tokens = prompt_tokens
         self._offsets = [sum(own.n for own in params[:index]) for index in range(len(params))]
         self._begun = time.perf_counter()
+        self._first: float | None = None
         self._latest: dict[int, float] = {}
         self._tokens: dict[int, int] = {}
         self._generations: list[Generation] = []
@@ -96,18 +110,35 @@ class Answers:
         metrics.prompt_tokens.inc(usage.prompt_tokens)
         metrics.prefix_queries.inc(usage.prompt_tokens)
         metrics.prefix_hits.inc(usage.prompt_tokens_details.cached_tokens)
-        metrics.request_seconds.observe(time.perf_counter() - self._begun)
+        seconds = time.perf_counter() - self._begun
+        metrics.request_seconds.observe(seconds)
         for tokens in self._prompt_tokens:
             metrics.request_prompt_tokens.observe(tokens)
         for choice, tokens in self._tokens.items():
             metrics.request_generation_tokens.observe(tokens)
             metrics.finished(self.finish_reasons.get(choice, "abort"))
+        self._log(usage, seconds)
 
     async def __aenter__(self) -> Answers:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
+
+    def _log(self, usage: Usage, seconds: float) -> None:
+        figures = {
+            "id": self.id,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "first_token_seconds": None if self._first is None else round(self._first, 6),
+            "seconds": round(seconds, 6),
+            "finish_reasons": [self.finish_reasons.get(choice, "abort") for choice in sorted(self._tokens)],
+        }
+        if self._texts is not None:
+            answers = [request.text for generation in self._generations for request in generation.answers]
+            figures |= {"prompts": list(self._texts), "texts": answers}
+        log.info("answered", extra=figures)
 
     def _measure(self, piece: Piece) -> None:
         now, new = time.perf_counter(), len(piece.delta.token_ids)
@@ -116,6 +147,7 @@ class Answers:
                 self._metrics.inter_token.observe(now - self._latest[piece.choice])
             else:
                 self._metrics.first_token.observe(now - self._begun)
+                self._first = now - self._begun if self._first is None else self._first
             self._latest[piece.choice] = now
             self._tokens[piece.choice] = self._tokens.get(piece.choice, 0) + new
             self._metrics.generation_tokens.inc(new)

@@ -192,7 +192,7 @@ class _Writer:
         self._prompt = prompt
         self._scanners: dict[int, ToolCallScanner] = {}
         self._head = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "id": f"chatcmpl-{answers.id}",
             "created": int(time.time()),
             "model": service.model_name,
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Literal
 
@@ -134,7 +133,7 @@ class _Writer:
         self._prompts = prompts
         self._silent = body.max_tokens == 0
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": f"cmpl-{answers.id}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": service.model_name,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from subten.engine import SamplingParams
 from subten.errors import ParameterError
@@ -51,6 +52,18 @@ class GenerationRequest(BaseModel):
     """Taken, and not used."""
     store: bool | None = None
     """Taken; nothing is stored."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_unicode(cls, fields: Any) -> Any:
+        """JSON can spell halves of characters (``"\\ud800"``), which are no text."""
+        try:
+            json.dumps(fields, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"a text has half of a surrogate pair ({error.object[error.start]!a})") from error
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
+        return fields
 
     @property
     def include_usage(self) -> bool:

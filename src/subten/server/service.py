@@ -100,7 +100,8 @@ class Service:
             ApiError: they can't be given now, or not at all.
         """
         place = self.capacity.enter(sum(own.n for own in params))
-        answers = Answers(self.metrics, place, [len(prompt.token_ids) for prompt in prompts], params)
+        texts = [prompt.text for prompt in prompts] if self.settings.log_prompts else None
+        answers = Answers(self.metrics, place, [len(prompt.token_ids) for prompt in prompts], params, texts)
         try:
             for prompt, own in zip(prompts, params, strict=True):
                 answers.add(await self.engine.submit(prompt.token_ids, own))
