@@ -23,6 +23,8 @@ from subten.server.structured import Grammars
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
+_LAST_WORDS_SECONDS = 1.0
+"""For streams that have been ended to send their error, before connections are closed."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,8 @@ class Service:
     async def drain(self) -> None:
         """Take nothing new, let what is under way go on for a while, and end what then is left."""
         self.capacity.close(shutting_down())
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.settings.drain_seconds
         log.info("draining", extra={"answers": self.capacity.taken})
-        while self.capacity.taken and loop.time() < deadline:
-            await asyncio.sleep(_POLL_SECONDS)
+        await self._until_idle(self.settings.drain_seconds)
         await self.close()
 
     async def close(self) -> None:
@@ -134,3 +133,11 @@ class Service:
         self.capacity.close(shutting_down())
         await self.engine.close()
         self.grammars.close()
+        await self._until_idle(_LAST_WORDS_SECONDS)
+
+    async def _until_idle(self, seconds: float) -> None:
+        """Wait until no answer is under way, but no longer than so many seconds."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while self.capacity.taken and loop.time() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)

@@ -31,6 +31,7 @@ _KEPT = 64
 """Compiled grammars that are kept for the next request with the same schema."""
 _START_SECONDS = 60.0
 _WAIT_SECONDS = 10.0
+_CONTROL = {True: re.compile(rb"[\x00-\x09\x0b-\x1f]"), False: re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")}
 _PREFIX = re.compile(r"^\[[\d:]+\] \S+: (?:Error: )?")
 
 
@@ -76,7 +77,7 @@ class Grammars:
         self._settings = settings
         self._compiled: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()
         self._one_at_a_time = asyncio.Lock()
-        self._info: xgrammar.TokenizerInfo | None = None
+        self._infos: dict[bool, xgrammar.TokenizerInfo] = {}
         self._probe: asyncio.Task[asyncio.subprocess.Process] | None = None
 
     @property
@@ -144,12 +145,18 @@ class Grammars:
         try:
             if text not in self._compiled:
                 await self._try(text, param)
-                self._compiled[text] = await asyncio.to_thread(_compile, self._tokenizer_info(), text)
+                self._compiled[text] = await asyncio.to_thread(self._compile_here, text, form["type"])
                 while len(self._compiled) > _KEPT:
                     self._compiled.popitem(last=False)
             return self._compiled[text]
         finally:
             self._one_at_a_time.release()
+
+    def _compile_here(self, text: str, kind: str) -> xgrammar.CompiledGrammar:
+        import xgrammar
+
+        info = self._tokenizer_info(kind == "json_schema")
+        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False).compile_structural_tag(text)
 
     async def _try(self, text: str, param: str) -> None:
         """Compile in the other process.
@@ -182,7 +189,7 @@ class Grammars:
             raise _bad(f"compiles to {result['bytes']} bytes; this server takes {self._settings.grammar_bytes}", param)
 
     async def _start_probe(self) -> asyncio.subprocess.Process:
-        info = await asyncio.to_thread(self._tokenizer_info)
+        info = await asyncio.to_thread(self._tokenizer_info, False)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "subten.server.grammar_probe", str(8 * self._settings.grammar_bytes)),
@@ -200,22 +207,22 @@ class Grammars:
             raise
         return process
 
-    def _tokenizer_info(self) -> xgrammar.TokenizerInfo:
-        if self._info is None:
+    def _tokenizer_info(self, json_alone: bool) -> xgrammar.TokenizerInfo:
+        """The vocabulary as exact bytes, instead of a guess at the tokenizer's kind. What has no bytes is never a part
+        of an answer: control tokens, and control characters, which xgrammar lets into strings of limited length. Free
+        text may have tabs and line ends; between the parts of JSON alone only line ends can stand.
+        """
+        if json_alone not in self._infos:
             import xgrammar
 
-            self._info = xgrammar.TokenizerInfo.from_huggingface(
-                self._tokenizer.backend,
+            special, bad = frozenset(self._tokenizer.backend.all_special_ids), _CONTROL[json_alone]
+            spelled = [b"" if i in special else self._tokenizer.token_bytes(i) for i in range(self._vocab_size)]
+            self._infos[json_alone] = xgrammar.TokenizerInfo(
+                [b"" if bad.search(own) else own for own in spelled],
                 vocab_size=self._vocab_size,
                 stop_token_ids=sorted(self._tokenizer.eos_token_ids),
             )
-        return self._info
-
-
-def _compile(info: xgrammar.TokenizerInfo, text: str) -> xgrammar.CompiledGrammar:
-    import xgrammar
-
-    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False).compile_structural_tag(text)
+        return self._infos[json_alone]
 
 
 def _bad(what: str, param: str) -> ApiError:

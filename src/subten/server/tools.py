@@ -116,13 +116,12 @@ class ToolCallScanner:
             self._rest = self._rest[header.end() :]
             parts.append(CallStart(self.calls, json.loads(header[1])))
             self.calls += 1
-            self._json = _JsonEnd()
+            self._json = _JsonObject()
             return self._in_arguments
         return None
 
     def _in_arguments(self, parts: list[Part]) -> Any:
-        end = self._json.find(self._rest)
-        piece, self._rest = self._rest[:end], self._rest[end:]
+        piece, self._rest = self._json.take(self._rest)
         if piece:
             parts.append(Arguments(self.calls - 1, piece))
         return self._behind if self._json.found else None
@@ -138,18 +137,23 @@ class ToolCallScanner:
         return [Content(text)] if text and not (self.calls and not text.strip()) else []
 
 
-class _JsonEnd:
-    """Finds the end of a JSON object that comes in pieces."""
+class _JsonObject:
+    """Takes a JSON object that comes in pieces. Control characters that stand in its strings as they are, which a
+    grammar may let pass, are escaped."""
 
     def __init__(self) -> None:
         self.found = False
+        """Whether the object has ended."""
         self._depth = 0
         self._quoted = False
         self._escaped = False
 
-    def find(self, text: str) -> int:
-        """How many of the characters belong to the object."""
+    def take(self, text: str) -> tuple[str, str]:
+        """What of the text belongs to the object, and what is behind it."""
+        shown: list[str] = []
         for place, character in enumerate(text):
+            raw = self._quoted and character < " "
+            shown.append(json.dumps(character)[1:-1] if raw else character)
             if self._quoted:
                 if self._escaped:
                     self._escaped = False
@@ -165,5 +169,5 @@ class _JsonEnd:
                 self._depth -= 1
                 if self._depth == 0:
                     self.found = True
-                    return place + 1
-        return len(text)
+                    return "".join(shown), text[place + 1 :]
+        return "".join(shown), ""
