@@ -48,7 +48,9 @@ def test_each_key_opens(strict: Live, key: str) -> None:
     assert strict.client(key).completions.create(model="mine", prompt="abc", max_tokens=2).choices
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", "Bearer first-key2", "Basic first-key", "Bearer é"])
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer wrong", "Bearer first-key2", "Basic first-key", "Bearer é"]
+)
 def test_no_key_and_wrong_keys(strict: Live, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header.encode()}
     for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/nothing")):
@@ -92,7 +94,9 @@ def test_a_body_that_is_too_large(strict: Live) -> None:
 def test_a_body_that_does_not_come(strict: Live) -> None:
     host, port = strict.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\nContent-Length: 9\r\n\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\nContent-Length: 9\r\n\r\n"
+        )
         connection.sendall(head.encode() + b"abc")
         connection.settimeout(10)
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
@@ -197,7 +201,9 @@ def test_the_log_has_figures_and_no_text(server: Live, caplog: pytest.LogCapture
     lines = [json.loads(JsonLines().format(record)) for record in caplog.records]
     answered = next(line for line in lines if line["message"] == "answered")
     assert answered["prompt_tokens"] == 16
-    assert {"id", "completion_tokens", "cached_tokens", "seconds", "first_token_seconds", "finish_reasons"} <= set(answered)
+    assert {"id", "completion_tokens", "cached_tokens", "seconds", "first_token_seconds", "finish_reasons"} <= set(
+        answered
+    )
     assert any(line["message"] == "refused" and line["status"] == 404 for line in lines)
     assert "secret" not in json.dumps(lines)
 

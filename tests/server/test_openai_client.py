@@ -38,9 +38,7 @@ def test_a_chat_is_what_the_engine_answers(server: Live) -> None:
     )
     token_ids = server.llm.tokenizer.encode(RENDERED)
     # The engine's thread owns the model; a second one would not be the same to the bit, a second request is.
-    again = server.client().completions.create(
-        model=server.name, prompt=token_ids, temperature=0, max_tokens=30
-    )
+    again = server.client().completions.create(model=server.name, prompt=token_ids, temperature=0, max_tokens=30)
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].message.content == again.choices[0].text
     assert answer.choices[0].finish_reason == again.choices[0].finish_reason
@@ -223,7 +221,9 @@ def test_an_answer_is_that_of_the_engine_alone(server: Live) -> None:
 
     alone = LLM(server.llm.model, **TINY, prefill="window")
     (expected,) = alone.generate("Once upon a time", SamplingParams(temperature=1, seed=3, max_tokens=40))
-    (choice,) = server.client().completions.create(
-        model=server.name, prompt="Once upon a time", temperature=1, seed=3, max_tokens=40
-    ).choices
+    (choice,) = (
+        server.client()
+        .completions.create(model=server.name, prompt="Once upon a time", temperature=1, seed=3, max_tokens=40)
+        .choices
+    )
     assert choice.text == expected.text

@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-OPTIONS = "--port 0 --kv kv2-plain --max-context 600 --max-batch 4 --max-queue 8 --chunk-size 64".split()
+OPTIONS = ["--port", "0", "--kv", "kv2-plain", "--max-context", "600", "--max-batch", "4", "--max-queue", "8"]
 
 
 @contextmanager
@@ -53,7 +53,11 @@ class Reader(threading.Thread):
     def run(self) -> None:
         try:
             stream = self.client.completions.create(
-                model="m", prompt="abc", max_tokens=self.max_tokens, temperature=0, stream=True,
+                model="m",
+                prompt="abc",
+                max_tokens=self.max_tokens,
+                temperature=0,
+                stream=True,
                 extra_body={"ignore_eos": True},
             )
             for chunk in stream:

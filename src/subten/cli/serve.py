@@ -27,7 +27,9 @@ def serve(
     reserve: Annotated[
         int | None, typer.Option(help="Tokens set aside for each answer [default: the longest answer].")
     ] = None,
-    sessions: Annotated[int | None, typer.Option(help="Idle conversations to keep [default: twice the batch].")] = None,
+    sessions: Annotated[
+        int | None, typer.Option(help="Idle conversations to keep [default: twice the batch].")
+    ] = None,
     session_ttl: Annotated[float, typer.Option(help="Seconds for which an idle conversation is kept.")] = 3600.0,
     api_key_file: Annotated[Path | None, typer.Option(help="File with one API key per line.")] = None,
     served_model_name: Annotated[

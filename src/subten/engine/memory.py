@@ -44,9 +44,9 @@ def plan_pools(
 ) -> PoolSizes:
     """Choose pool sizes.
 
-    Pages for `max_batch` sequences, and for `sessions`, of `max_context` tokens if the budget allows it, else as many as fit; at
-    least one sequence of `max_context` tokens must fit. Where `max_context` is not given it is the model's, or
-    what fits (then a warning says so).
+    Pages for `max_batch` sequences, and for `sessions`, of `max_context` tokens if the budget allows it, else as many
+    as fit; at least one sequence of `max_context` tokens must fit. Where `max_context` is not given it is the
+    model's, or what fits (then a warning says so).
 
     Args:
         layout: page layout of the format.

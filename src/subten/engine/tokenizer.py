@@ -27,7 +27,7 @@ _BYTE_OF = {
     **{chr(byte): byte for byte in _PRINTABLE},
     **{chr(256 + place): byte for place, byte in enumerate(_OTHERS)},
 }
-"""How byte-level vocabularies spell bytes: as themselves where that can be seen, else as the letters from U+0100 on."""
+"""How byte-level vocabularies spell bytes: as themselves where that is visible, else as letters from U+0100 on."""
 
 
 class Tokenizer:

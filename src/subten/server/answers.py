@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -16,7 +16,6 @@ from subten.server.api_errors import from_subten, shutting_down
 from subten.server.limits import Place
 from subten.server.metrics import Metrics
 from subten.server.schema import PromptTokensDetails, Usage
-
 
 log = logging.getLogger(__name__)
 
@@ -155,11 +154,11 @@ class Answers:
             self.finish_reasons[piece.choice] = piece.delta.finish_reason
 
 
-async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:
+async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Delta], None]:
     """The deltas of all of them, each with the place of its generation."""
     if len(generations) == 1:
-        async for delta in generations[0]:
-            yield 0, delta
+        async for only in generations[0]:
+            yield 0, only
         return
     ready: asyncio.Queue[tuple[int, Delta | None]] = asyncio.Queue()
 

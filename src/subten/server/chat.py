@@ -9,10 +9,10 @@ from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from starlette.responses import Response
 
-from subten.engine import Delta, TokenLogprobs, Tokenizer
+from subten.engine import Delta, Tokenizer, TokenLogprobs
 from subten.engine.guard import GuardMaker
 from subten.errors import EngineStoppedError, SubtenError
 from subten.server.answers import Answers, Piece
@@ -156,7 +156,9 @@ async def _guard(body: ChatRequest, service: Service) -> GuardMaker | None:
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
         if not tools:
-            raise ApiError(400, f"tool_choice names '{choice.function.name}', which is not in tools", param="tool_choice")
+            raise ApiError(
+                400, f"tool_choice names '{choice.function.name}', which is not in tools", param="tool_choice"
+            )
     if choice == "required" and not tools:
         raise ApiError(400, "tool_choice is 'required', but there are no tools", param="tool_choice")
     form = body.response_format
@@ -191,7 +193,7 @@ class _Writer:
         self._service = service
         self._prompt = prompt
         self._scanners: dict[int, ToolCallScanner] = {}
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": f"chatcmpl-{answers.id}",
             "created": int(time.time()),
             "model": service.model_name,
@@ -199,7 +201,7 @@ class _Writer:
 
     async def chunks(self) -> AsyncIterator[ChatCompletionChunk]:
         """As they come."""
-        head = {**self._head, "object": "chat.completion.chunk"}
+        head: dict[str, Any] = {**self._head, "object": "chat.completion.chunk"}
         async for choice in self._choices():
             yield ChatCompletionChunk(**head, choices=[choice], usage=None)
         if self._body.include_usage:
@@ -272,7 +274,9 @@ def _message(parts: list[Part], first: bool) -> Message:
                 fields["content"] = fields.get("content", "") + text
             case CallStart(index, name):
                 function = Function(name=name, arguments="")
-                calls.append(ToolCall(index=index, id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=function))
+                calls.append(
+                    ToolCall(index=index, id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=function)
+                )
             case Arguments(index, text):
                 if calls and calls[-1].index == index:
                     calls[-1].function.arguments += text

@@ -34,7 +34,7 @@ class EarlierCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message. Fields that are not known are left out, as clients send back whole answers of servers of all kinds."""
+    """A message. Unknown fields are left out, as clients send back whole answers of servers of all kinds."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from subten.engine import SamplingParams, TokenLogprobs, Tokenizer
+from subten.engine import Tokenizer, TokenLogprobs
 from subten.errors import ParameterError, SubtenError
 from subten.server.answers import Answers, Piece
 from subten.server.api_errors import from_subten
@@ -96,14 +96,18 @@ async def _begin(body: CompletionRequest, service: Service) -> _Writer:
     params = [
         body.sampling(service.room(len(prompt.token_ids), tokens, DEFAULT_TOKENS), **wanted) for prompt in prompts
     ]
-    return _Writer(body, service, prompts, params, await service.answer(prompts, params))
+    return _Writer(body, service, prompts, await service.answer(prompts, params))
 
 
 def _prompts(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     ids = [item for item in prompt if isinstance(item, int)]
-    return [ids] if ids else [item if isinstance(item, str) else list(item) for item in prompt if not isinstance(item, int)]
+    return (
+        [ids]
+        if ids
+        else [item if isinstance(item, str) else list(item) for item in prompt if not isinstance(item, int)]
+    )
 
 
 def _encode(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
@@ -124,7 +128,6 @@ class _Writer:
         body: CompletionRequest,
         service: Service,
         prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
         answers: Answers,
     ) -> None:
         self.answers = answers
@@ -132,7 +135,7 @@ class _Writer:
         self._tokenizer = service.tokenizer
         self._prompts = prompts
         self._silent = body.max_tokens == 0
-        self._head = {
+        self._head: dict[str, Any] = {
             "id": f"cmpl-{answers.id}",
             "object": "text_completion",
             "created": int(time.time()),
@@ -179,12 +182,12 @@ class _Writer:
             text = delta.text
             if self._silent:
                 token_ids, reports, text = [], [], ""
-            rows = list(zip(token_ids, reports, strict=False))
+            rows: list[tuple[int, TokenLogprobs | None]] = list(zip(token_ids, reports, strict=False))
             if first and self._body.echo:
                 text = self._prompts[piece.prompt].text + text
                 rows = [*self._prompt_rows(piece), *rows]
             logprobs = None if self._body.logprobs is None else self._logprobs(piece.choice, rows)
-            reason = "length" if self._silent and delta.finish_reason else delta.finish_reason
+            reason: Any = "length" if self._silent and delta.finish_reason else delta.finish_reason
             yield CompletionChoice(index=piece.choice, text=text, logprobs=logprobs, finish_reason=reason)
 
     def _prompt_rows(self, piece: Piece) -> list[tuple[int, TokenLogprobs | None]]:

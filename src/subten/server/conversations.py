@@ -1,8 +1,8 @@
 """The tokens of conversations that may go on.
 
-What a model wrote, spelled as text and cut into tokens again, need not be the tokens that it wrote, and then the cache
-does not know it again. So the server remembers, of each answer of a chat, its text and its tokens. A later prompt that
-begins with that text begins with those tokens: the next turn of a conversation is taken up where the last one ended.
+What a model wrote, spelled as text and cut into tokens again, need not be the tokens that it wrote, and then the
+cache does not know it again. So the server remembers, of each answer of a chat, its text and its tokens. A later
+prompt that begins with that text begins with those tokens: the next turn is taken up where the last one ended.
 """
 
 from __future__ import annotations

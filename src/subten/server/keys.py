@@ -49,6 +49,7 @@ class KeyCheck:
         self._digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
         if scope["type"] != "http" or not scope["path"].startswith(GUARDED) or self._knows(Headers(scope=scope)):
             await self._app(scope, receive, send)
             return

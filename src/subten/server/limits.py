@@ -25,6 +25,7 @@ class BodyLimit:
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

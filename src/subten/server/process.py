@@ -51,7 +51,7 @@ class _Server(uvicorn.Server):
         self._signals = 0
         self._stopping: asyncio.Task[None] | None = None
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def handle_exit(self, _sig: int, _frame: FrameType | None) -> None:
         """Take a signal; `on_tick` acts on it."""
         self._signals += 1
 

@@ -35,6 +35,7 @@ class EventStream(EventSourceResponse):
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
         async with self._answers:
             await super().__call__(scope, receive, send)
 

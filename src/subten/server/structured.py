@@ -175,7 +175,9 @@ class Grammars:
             answer = await asyncio.wait_for(process.stdout.readline(), self._settings.schema_seconds)
             answered = bool(answer)
         except TimeoutError as error:
-            raise _bad(f"takes more than {self._settings.schema_seconds:g} s to compile; simplify it", param) from error
+            raise _bad(
+                f"takes more than {self._settings.schema_seconds:g} s to compile; simplify it", param
+            ) from error
         finally:
             if not answered:  # Late, dead, or nobody waits any more: the next one gets a new process.
                 self.close()
@@ -186,7 +188,9 @@ class Grammars:
         if "error" in result:
             raise _bad(f"is not supported: {_PREFIX.sub('', result['error']).strip()[:300]}", param)
         if result["bytes"] > self._settings.grammar_bytes:
-            raise _bad(f"compiles to {result['bytes']} bytes; this server takes {self._settings.grammar_bytes}", param)
+            raise _bad(
+                f"compiles to {result['bytes']} bytes; this server takes {self._settings.grammar_bytes}", param
+            )
 
     async def _start_probe(self) -> asyncio.subprocess.Process:
         info = await asyncio.to_thread(self._tokenizer_info, False)
@@ -208,9 +212,11 @@ class Grammars:
         return process
 
     def _tokenizer_info(self, json_alone: bool) -> xgrammar.TokenizerInfo:
-        """The vocabulary as exact bytes, instead of a guess at the tokenizer's kind. What has no bytes is never a part
-        of an answer: control tokens, and control characters, which xgrammar lets into strings of limited length. Free
-        text may have tabs and line ends; between the parts of JSON alone only line ends can stand.
+        """The vocabulary as exact bytes, instead of a guess at the tokenizer's kind.
+
+        What has no bytes is never a part of an answer: control tokens, and control characters, which xgrammar lets
+        into strings of limited length. Free text may have tabs and line ends; where the answer is JSON alone, line
+        ends may stand between its parts.
         """
         if json_alone not in self._infos:
             import xgrammar

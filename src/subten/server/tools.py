@@ -126,8 +126,8 @@ class ToolCallScanner:
             parts.append(Arguments(self.calls - 1, piece))
         return self._behind if self._json.found else None
 
-    def _behind(self, parts: list[Part]) -> Any:
-        _, found, after = self._rest.partition(CLOSE)
+    def _behind(self, _: list[Part]) -> Any:
+        found, after = self._rest.partition(CLOSE)[1:]
         if found:
             self._rest = after
             return self._outside
