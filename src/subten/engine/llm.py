@@ -137,7 +137,15 @@ class LLM:
         )
         calibration = calibration_for(model) if self.kv.calibrated else None
         self._runner = Runner(
-            model, self.layout, pools.num_pages, pools.num_windows, calibration, prefill, attention.load()
+            model,
+            self.layout,
+            pools.num_pages,
+            pools.num_windows,
+            calibration,
+            prefill,
+            attention.load(),
+            max_batch,
+            self.max_context,
         )
         policy = Policy(max_batch, chunk_size, prefix_cache, reserve)
         self._scheduler = Scheduler(self._books, self._runner.storage, self.layout, policy)

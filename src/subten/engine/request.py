@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from subten.engine.decode_rows import Draw
 from subten.engine.guard import TokenGuard
 from subten.engine.logprobs import TokenLogprobs, token_logprobs
 from subten.engine.sampling import SampleRow, SamplingParams
@@ -110,9 +111,13 @@ class Request:
             ending |= self.tokenizer.eos_token_ids
         self._ending = frozenset(ending)
         self._emitted = 0
+        self.draw = Draw(self.params, self.seed)
+        wants = self.params
+        self._simple = wants.guard is None and wants.logprobs is None and not (wants.penalizes or wants.logit_bias)
         self._counts: Counter[int] = Counter()
         if self.guard is None and self.params.guard is not None:
             self.guard = self.params.guard()
+        self._simple &= self.guard is None
 
     @property
     def length(self) -> int:
@@ -148,6 +153,16 @@ class Request:
         """Token ids of positions start..end-1, prompt and answer being one sequence."""
         split = len(self.prompt)
         return [*self.prompt[start:end], *self.output[max(0, start - split) : max(0, end - split)]]
+
+    def token(self, position: int) -> int:
+        """Token id of one position, prompt and answer being one sequence."""
+        behind = position - len(self.prompt)
+        return self.prompt[position] if behind < 0 else self.output[behind]
+
+    @property
+    def simple(self) -> bool:
+        """Whether the next token depends on nothing but the logits and `draw`, and nobody asks for more than it."""
+        return self._simple and len(self.output) >= self.params.min_tokens
 
     def sample_row(self) -> SampleRow:
         """What sampling must know to choose the next token."""
