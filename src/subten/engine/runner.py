@@ -108,7 +108,8 @@ class Runner:
     def decode(self, batch: Sequence[DecodeWork]) -> Decoded:
         """One token of each of some sequences, and the choice of the next."""
         for work in batch:
-            self.storage.apply(work.plan.copies)
+            if work.plan.copies.pages:
+                self.storage.apply(work.plan.copies)
         self.decode_step.launch(batch)
         return self.decode_step.result()
 

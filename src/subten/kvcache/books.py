@@ -18,16 +18,20 @@ from subten.kvcache.plans import AppendPlan, CopyPlan
 from subten.kvcache.pool import SlotPool
 from subten.kvcache.prefix import chain, full_pages, page_hash
 
+_NO_COPIES = CopyPlan()
+
 
 @dataclass
 class _Sequence:
-    """A live sequence. `hashes` covers the pages whose tokens are all known, `tail` the tokens behind them."""
+    """A live sequence. `hashes` covers the pages whose tokens are all known, `tail` the tokens behind them; up to
+    `room` tokens, its pages do as they are."""
 
     window_slot: int
     length: int = 0
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)
+    room: int = 0
 
 
 @dataclass
@@ -125,21 +129,29 @@ class CacheBooks:
         """
         state = self._sequences[sequence]
         length = state.length + len(tokens)
+        copies = _NO_COPIES if length <= state.room else self._make_room(state, length)
+        plan = AppendPlan(state.length, len(tokens), state.pages, state.window_slot, copies)
+        state.length = length
+        self._extend_hashes(state, tokens)
+        return plan
+
+    def _make_room(self, state: _Sequence, length: int) -> CopyPlan:
         before, after = (self._layout.tokens_in_pages(tokens_held) for tokens_held in (state.length, length))
         shared = before % PAGE_SIZE and after > before and self.pages.references(state.pages[-1]) > 1
         missing = self._layout.pages_for(length) - len(state.pages)
         fresh = self._allocate(self.pages, missing + bool(shared))
-        copies = CopyPlan()
+        copies = _NO_COPIES
         if shared:
             last = state.pages.pop()
             # An eviction in `_allocate` may have left this sequence the only holder; a copy is still right.
             self._release_pages([last])
             copies = CopyPlan(pages=((last, fresh[0]),))
         state.pages += fresh
-        plan = AppendPlan(state.length, len(tokens), tuple(state.pages), state.window_slot, copies)
-        state.length = length
-        self._extend_hashes(state, tokens)
-        return plan
+        state.room = length
+        if self.format.granularity == 1 and state.pages and self.pages.references(state.pages[-1]) == 1:
+            # A token more is one more in the pages at most.
+            state.room += len(state.pages) * PAGE_SIZE - after
+        return copies
 
     def fork(self, sequence: int) -> PrefixHit:
         """A second sequence with the same content. Pages are shared until one of the two writes to them.
@@ -149,7 +161,7 @@ class CacheBooks:
         """
         parent = self._sequences[sequence]
         (slot,) = self._allocate(self.windows, 1)
-        self.pages.retain(parent.pages)
+        self._share(parent)
         child = _Sequence(slot, parent.length, list(parent.pages), list(parent.hashes), list(parent.tail))
         return PrefixHit(self._enter(child), child.length, CopyPlan(windows=((parent.window_slot, slot),)))
 
@@ -199,7 +211,7 @@ class CacheBooks:
         if not self.windows.free and not self._snapshots:
             return CopyPlan()
         (slot,) = self._allocate(self.windows, 1)
-        self.pages.retain(state.pages)
+        self._share(state)
         self._snapshots[key] = _Snapshot(slot, state.length, tuple(state.pages), self._clock())
         return CopyPlan(windows=((state.window_slot, slot),))
 
@@ -240,6 +252,11 @@ class CacheBooks:
         assert inverse == self._page_of_hash, "the two sides of the page index differ"
 
     # --- inner parts -----------------------------------------------------------------------------------------
+
+    def _share(self, state: _Sequence) -> None:
+        """Somebody else holds the sequence's pages now as well."""
+        self.pages.retain(state.pages)
+        state.room = state.length
 
     def _enter(self, state: _Sequence) -> int:
         self._next_id += 1
