@@ -1,7 +1,8 @@
 """Load a server with many streams, cancel a third of them, mix in malformed bodies; then end it in the middle.
 
-It starts `subten serve` in float64 at a free port of the loopback interface, asks each prompt once alone, and holds every
-stream that was not cancelled against that. Prints one JSON object; exits with 1 where something is not as it should be.
+It starts `subten serve` in float64 at a free port of the loopback interface, asks each prompt once alone, and holds
+every stream that was not cancelled against that. Prints one JSON object; exits with 1 where something is not as it
+should be.
 
     python tools/load_server.py demo-moe --streams 64 --seconds 60 --output benchmarks/results/server_load_cpu.json
 """
@@ -109,7 +110,12 @@ class Load:
         rng = random.Random(number)
         words = ["the", "sea", "of", "numbers", "and", "light", "was", "an", "old", "house"]
         prompt = f"{number}: " + " ".join(rng.choice(words) for _ in range(rng.randrange(3, 60)))
-        own = {"prompt": prompt, "seed": number, "temperature": rng.choice([0, 0.8]), "max_tokens": rng.randrange(4, 25)}
+        own = {
+            "prompt": prompt,
+            "seed": number,
+            "temperature": rng.choice([0, 0.8]),
+            "max_tokens": rng.randrange(4, 25),
+        }
         return {"model": "m", "stream": True, "ignore_eos": True, **own}
 
     async def alone(self) -> None:
@@ -240,7 +246,8 @@ def judge(result: Result) -> None:
         "a stream differs from its single run": result.equal_to_single_run == result.finished,
         "nothing was finished, or nothing cancelled, or nothing malformed": min(
             result.finished, result.cancelled, result.malformed
-        ) > 0,
+        )
+        > 0,
         "pages have leaked": result.pages_in_use_at_end == 0,
         "memory has grown": result.rss_mib_at_end < 1.1 * result.rss_mib_after_a_quarter + 30,
         "the exit took 10 s or more": result.exit_seconds < 10,

@@ -45,6 +45,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         ray.shutdown()
 
 
+@pytest.mark.external
 def test_sessions_stay_at_their_replica_and_find_their_pages(url: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
     used = set()
@@ -53,7 +54,10 @@ def test_sessions_stay_at_their_replica_and_find_their_pages(url: str) -> None:
         replicas, cached = [], []
         for _ in range(2):
             raw = client.chat.completions.with_raw_response.create(
-                model="demo-moe", messages=messages, max_tokens=20, seed=1,
+                model="demo-moe",
+                messages=messages,
+                max_tokens=20,
+                seed=1,
                 extra_headers={"x-session-id": f"session-{session}"},
             )
             answer = raw.parse()
