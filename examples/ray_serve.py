@@ -8,8 +8,8 @@ A client says which session a request belongs to in the header `x-session-id`::
     client.chat.completions.create(..., extra_headers={"x-session-id": "conversation-17"})
 
 Ray's consistent-hash router turns it into a replica. Prefixes are then found where they were computed, as a
-conversation begins with what it had before; where a replica is added or has gone, only the sessions of its part of the
-ring move. Requests without the header go anywhere.
+conversation begins with what it had before; where a replica is added or has gone, only the sessions of its part of
+the ring move. Requests without the header go anywhere.
 """
 
 from __future__ import annotations
