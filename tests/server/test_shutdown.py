@@ -69,7 +69,7 @@ class Reader(threading.Thread):
 
 def test_a_drain_lets_short_answers_end_and_long_ones_end_with_an_error(tiny_folder: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with process(tiny_folder, log, "--drain-seconds", "0.7") as (server, url):
+    with process(tiny_folder, log, "--drain-seconds", "2.5") as (server, url):
         long, short = [Reader(url, 590) for _ in range(7)], Reader(url, 40)
         for reader in [*long[:3], short, *long[3:]]:
             reader.start()
