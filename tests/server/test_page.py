@@ -66,6 +66,7 @@ def test_a_chat_on_the_page_and_its_plots(page, demo_live: Live, tmp_path: Path)
     page.screenshot(path=tmp_path / "page.png", full_page=True)
     assert (tmp_path / "page.png").stat().st_size > 10_000
     assert page.problems == []
+    assert page.locator("#talk b").all_text_contents() == ["you", "model"] * 2
 
 
 @pytest.mark.browser

@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-OPTIONS = ["--port", "0", "--kv", "kv2-plain", "--max-context", "600", "--max-batch", "4", "--max-queue", "8"]
+OPTIONS = ["--port", "0", "--kv", "kv2-plain", "--max-context", "1000", "--max-batch", "4", "--max-queue", "8"]
 
 
 @contextmanager
@@ -69,8 +69,8 @@ class Reader(threading.Thread):
 
 def test_a_drain_lets_short_answers_end_and_long_ones_end_with_an_error(tiny_folder: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with process(tiny_folder, log, "--drain-seconds", "0.7") as (server, url):
-        long, short = [Reader(url, 590) for _ in range(7)], Reader(url, 40)
+    with process(tiny_folder, log, "--drain-seconds", "2.5") as (server, url):
+        long, short = [Reader(url, 990) for _ in range(7)], Reader(url, 40)
         for reader in [*long[:3], short, *long[3:]]:
             reader.start()
         for reader in [*long[:3], short]:
@@ -89,10 +89,11 @@ def test_a_drain_lets_short_answers_end_and_long_ones_end_with_an_error(tiny_fol
         assert time.monotonic() - begun < 10
     assert short.error is None
     assert len(short.chunks) == 40
-    for reader in long:
-        # It never ends in silence: what could not be finished says so.
-        assert reader.error is not None, reader.chunks[-2:]
-        assert "shutting down" in str(reader.error)
+    # None ends in silence: it is whole, which the first may be on a busy machine, or says that it is not.
+    cut_off = [reader for reader in long if reader.error is not None]
+    assert cut_off
+    assert all("shutting down" in str(reader.error) for reader in cut_off)
+    assert all(reader.chunks[-1].choices[0].finish_reason == "length" for reader in long if reader not in cut_off)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert {line["level"] for line in lines} <= {"info", "warning"}
     assert any(line["message"] == "draining" and line["answers"] >= 3 for line in lines)
@@ -101,7 +102,7 @@ def test_a_drain_lets_short_answers_end_and_long_ones_end_with_an_error(tiny_fol
 
 def test_a_second_signal_ends_it_at_once(tiny_folder: Path, tmp_path: Path) -> None:
     with process(tiny_folder, tmp_path / "log", "--drain-seconds", "30") as (server, url):
-        reader = Reader(url, 590)
+        reader = Reader(url, 990)
         reader.start()
         assert reader.begun.wait(60)
         begun = time.monotonic()

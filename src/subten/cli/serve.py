@@ -38,7 +38,7 @@ def serve(
     max_queue: Annotated[int | None, typer.Option(help="Answers that may wait [default: 128].")] = None,
     max_body_bytes: Annotated[int | None, typer.Option(help="Largest request body [default: 4194304].")] = None,
     drain_seconds: Annotated[
-        float | None, typer.Option(help="How long answers may go on after SIGTERM [default: 6].")
+        float | None, typer.Option(help="How long answers may go on after SIGTERM [default: 4].")
     ] = None,
     allowed_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose pages may call the server. Repeatable.")

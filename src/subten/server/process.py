@@ -15,6 +15,9 @@ from subten.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep a connection that they do not use (httpx: 5 s): who closes it first must be the client, or
+its next request meets a connection that is being closed."""
 _LAST_SECONDS = 2
 """For connections to end once all answers have."""
 
@@ -37,6 +40,7 @@ def run(llm: LLM, settings: ServerSettings) -> None:
         access_log=False,
         log_config=None,
         server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_LAST_SECONDS,
     )
     _Server(config, app.state.service).run()

@@ -57,6 +57,8 @@ class GenerationRequest(BaseModel):
     @classmethod
     def _is_unicode(cls, fields: Any) -> Any:
         """JSON can spell halves of characters (``"\\ud800"``), which are no text."""
+        if not isinstance(fields, dict):
+            return fields
         try:
             json.dumps(fields, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

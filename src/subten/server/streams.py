@@ -43,13 +43,17 @@ class EventStream(EventSourceResponse):
 async def _events(chunks: AsyncIterator[BaseModel]) -> AsyncIterator[ServerSentEvent]:
     try:
         async for chunk in chunks:
-            yield ServerSentEvent(chunk.model_dump_json(exclude_unset=True))
+            yield _event(chunk.model_dump_json(exclude_unset=True))
     except SubtenError as error:
-        yield ServerSentEvent(json.dumps(from_subten(error).body()))
+        yield _event(json.dumps(from_subten(error).body()))
     except ApiError as error:
-        yield ServerSentEvent(json.dumps(error.body()))
+        yield _event(json.dumps(error.body()))
     else:
-        yield ServerSentEvent(DONE)
+        yield _event(DONE)
+
+
+def _event(data: str) -> ServerSentEvent:
+    return ServerSentEvent(data, sep="\n")
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
