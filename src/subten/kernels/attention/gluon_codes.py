@@ -91,13 +91,14 @@ def _decay_of_sums(first, second, ROWS: gl.constexpr, MMA: gl.constexpr):
 @gluon.jit
 def _store_turns(q, mean, head, turns, MB: gl.constexpr, SHAPE: gl.constexpr):
     """q . (rotated mean) is a sum over rotary pairs of along * cos + across * sin of the pair's angle. Leaves both in
-    shared memory, chunks of [8 columns, 32 pairs], over the unit that it returns."""
+    shared memory, chunks of [8 columns, 32 pairs], over the unit that it returns. Odd columns are the second tile of
+    heads, or the only one once more, for a second page."""
     HALF: gl.constexpr = SHAPE.head_dim // 2
     CHUNKS: gl.constexpr = HALF // 32
     L: gl.constexpr = gl.SliceLayout(0, MB)
     column = axis(8, 1, 2, L)
-    h = head + column // 2 + 4 * (column % 2)
-    live = (h < SHAPE.group) & (column % 2 < SHAPE.tiles)
+    h = head + column // 2 + (4 * (column % 2) if SHAPE.tiles == 2 else 0)
+    live = h < SHAPE.group
     largest = 0.0
     along, across = (), ()
     for c in gl.static_range(CHUNKS):
@@ -134,25 +135,27 @@ def _removed(
     rope_cos,
     rope_sin,
     page,
+    second_page,
     MA: gl.constexpr,
     MB: gl.constexpr,
     SHAPE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Scores of the mean key at the tokens of a page per warp, over the unit: [warps, 64, 8].
+    """Scores of the mean key at the tokens of a page per warp, over the unit: [warps, 64, 8]; of another page in the
+    odd columns.
 
     An angle is one up to the page's first token, which turns (along, across) once per page, and one within the page,
     the same for all pages.
     """
     HALF: gl.constexpr = SHAPE.head_dim // 2
     CHUNKS: gl.constexpr = HALF // 32
-    B: gl.constexpr = gl.SliceLayout(2, MB)
-    first = gl.convert_layout(page, gl.SliceLayout(1, B), assert_trivial=True)
-    first = (SHAPE.sinks + 64 * first).to(gl.int64)[:, None] * HALF
+    first = gl.convert_layout(page, axis_layout(MB, 3, 0), assert_trivial=True)[:, None, None]
+    other = gl.convert_layout(second_page, axis_layout(MB, 3, 0), assert_trivial=True)[:, None, None]
+    first = (SHAPE.sinks + 64 * gl.where(axis(8, 2, 3, MB) % 2 == 0, first, other)).to(gl.int64) * HALF
     removed = gl.full([WARPS, 64, 8], 0.0, gl.float32, layout=mma_layout(WARPS))
     for c in gl.static_range(CHUNKS):
-        at = first + 32 * c + axis(32, 1, 2, B)
-        cos, sin = gl.load(rope_cos + at)[:, :, None], gl.load(rope_sin + at)[:, :, None]
+        at = first + 32 * c + axis(32, 1, 3, MB)
+        cos, sin = gl.load(rope_cos + at), gl.load(rope_sin + at)
         along = turns.index(2 * c).permute([1, 0]).load(gl.SliceLayout(0, MB))[None]
         across = turns.index(2 * c + 1).permute([1, 0]).load(gl.SliceLayout(0, MB))[None]
         turned = (along * cos + across * sin).to(gl.float16)
@@ -187,8 +190,9 @@ def attend_codes(
     sums,
     SHAPE: gl.constexpr,
     WARPS: gl.constexpr,
+    PAGES: gl.constexpr,
 ):
-    """Pages `first_page` to `end_page`, one per warp at a time; of the coded tokens in them, `first_token` to
+    """Pages `first_page` to `end_page`, PAGES per warp at a time; of the coded tokens in them, `first_token` to
     `end_token` are seen. Pointers are those of this program's sequence and heads, `page_stride` counts 16 bytes."""
     D: gl.constexpr = SHAPE.head_dim
     WORDS: gl.constexpr = D // 8
@@ -253,90 +257,105 @@ def attend_codes(
     key_x, key_r, key_byte = axis(8, 1, 4, KEYS) * (2 * D), axis(8, 2, 4, KEYS) * (D // 4), axis(D // 4, 3, 4, KEYS)
     value_word, value_slot = axis(WORDS, 1, 3, VALUES) * 64, axis(64, 2, 3, VALUES)
 
-    number = gl.load(table + gl.minimum(first_page + warp, end_page - 1))
-    next_number = gl.load(table + gl.minimum(first_page + WARPS + warp, end_page - 1))
-    for page in range(first_page, end_page, WARPS):
-        start = number.to(gl.int64) * page_stride
-        key_words = gl.load(_at_pages(bytes_of, 16 * start, KEYS, 4) + key_r + key_byte + key_x)
-        key_words = gl.reshape(key_words, [WARPS, 64, D // 4])
-        if D != 64:
-            key_words = gl.convert_layout(key_words, KA)
-        key_grid = gl.load(_at_pages(records, 8 * start, GR, 3) + SHAPE.key_scale + token_r + token_x)
-        kept = gl.load(_at_pages(pairs_of, 4 * start, GR, 3) + SHAPE.kept // 2 + token_r + token_x)
-        value_words = gl.load(_at_pages(records, 8 * start, VALUES, 3) + SHAPE.value_codes + value_word + value_slot)
-        value_grid = gl.load(_at_pages(records, 8 * start, GR, 3) + SHAPE.value_scale + token_r + token_x)
-        prefetch(records + next_number.to(gl.int64) * (8 * page_stride), RECORD)
-        number, next_number = next_number, gl.load(table + gl.minimum(page + 2 * WARPS + warp, end_page - 1))
-
-        # --- scores
-        kept = _by_row(kept, R)
-        kept_0, kept_1 = low_half(kept), high_half(kept)
-        key_scale = _by_row(grid_scale(key_grid), R).to(gl.float32)
-        key_offset = _by_row(grid_offset(key_grid), R).to(gl.float32)
-        if SHAPE.removed_mean:
-            removed = _removed(
-                turns, within, rope_cos, rope_sin, gl.minimum(page + warp, end_page - 1), MA, MB, SHAPE, WARPS
-            )
+    numbers_now, numbers_next = (), ()
+    for index in gl.static_range(PAGES):
+        numbers_now += (gl.load(table + gl.minimum(first_page + index * WARPS + warp, end_page - 1)),)
+        numbers_next += (gl.load(table + gl.minimum(first_page + (PAGES + index) * WARPS + warp, end_page - 1)),)
+    for page in range(first_page, end_page, PAGES * WARPS):
+        key_words, key_grids, kept_pairs, value_words, value_grids = (), (), (), (), ()
+        for index in gl.static_range(PAGES):
+            start = numbers_now[index].to(gl.int64) * page_stride
+            words = gl.load(_at_pages(bytes_of, 16 * start, KEYS, 4) + key_r + key_byte + key_x)
+            words = gl.reshape(words, [WARPS, 64, D // 4])
+            key_words += (words if D == 64 else gl.convert_layout(words, KA),)
+            key_grids += (gl.load(_at_pages(records, 8 * start, GR, 3) + SHAPE.key_scale + token_r + token_x),)
+            kept_pairs += (gl.load(_at_pages(pairs_of, 4 * start, GR, 3) + SHAPE.kept // 2 + token_r + token_x),)
+            of_values = _at_pages(records, 8 * start, VALUES, 3) + SHAPE.value_codes + value_word + value_slot
+            value_words += (gl.load(of_values),)
+            value_grids += (gl.load(_at_pages(records, 8 * start, GR, 3) + SHAPE.value_scale + token_r + token_x),)
+        numbers_now, numbers_later = numbers_next, ()
+        for index in gl.static_range(PAGES):
+            prefetch(records + numbers_now[index].to(gl.int64) * (8 * page_stride), RECORD)
+            later = gl.minimum(page + (2 * PAGES + index) * WARPS + warp, end_page - 1)
+            numbers_later += (gl.load(table + later),)
+        numbers_next = numbers_later
+        if SHAPE.removed_mean and TILES == 1:
+            own = gl.minimum(page + warp, end_page - 1)
+            other = gl.minimum(page + (PAGES - 1) * WARPS + warp, end_page - 1)
+            removed = _removed(turns, within, rope_cos, rope_sin, own, other, MA, MB, SHAPE, WARPS)
             removed = gl.split(gl.reshape(removed, [WARPS, 64, 4, 2]))
-        scores = ()
-        for t in gl.static_range(TILES):
-            s = gl.full([WARPS, 64, 8], 0, gl.int32, layout=MMA)
-            for i in gl.static_range(OPERANDS):
-                planes = _two_key_planes(key_words, 2 * i, KA) if D == 64 else key_plane(key_words, i)
-                s = mma_v2(planes, operands[OPERANDS * t + i], s)
-            upper, lower = gl.split(gl.reshape(s, [WARPS, 64, 4, 2]))
-            x = small_float(gl.convert_layout(upper * 128 + lower, SC, assert_trivial=True))
-            x = x * units[t][None, None, :] + key_offset[:, :, None] * offsets[t][None, None, :]
-            x = x * key_scale[:, :, None]
-            x += kept_0[:, :, None] * first_kept[t][None, None, :]
-            x += kept_1[:, :, None] * second_kept[t][None, None, :]
-            if SHAPE.removed_mean:
-                x += gl.convert_layout(removed[t], SC, assert_trivial=True) * mean_unit
-            scores += (gl.convert_layout(gl.reshape(x, [WARPS, 8, 8, 4]), BL, assert_trivial=True),)
 
-        if (page + WARPS) * 64 > end_token or page * 64 < first_token:
-            n = (page + warp)[:, None, None] * 64 + token_r + token_x
-            seen = (n < end_token) & (n >= first_token)
-            # What was never written may be NaN, but not as a packed grid of zero.
-            value_grid = gl.where(seen, value_grid, 0)
-            seen = gl.permute(seen.to(gl.int32), [0, 2, 1])
-            seen = gl.convert_layout(seen, gl.SliceLayout(3, BL), assert_trivial=True)[:, :, :, None] != 0
-            hidden = ()
+        for index in gl.static_range(PAGES):
+            of_page = page + index * WARPS
+            # --- scores
+            kept = _by_row(kept_pairs[index], R)
+            kept_0, kept_1 = low_half(kept), high_half(kept)
+            key_scale = _by_row(grid_scale(key_grids[index]), R).to(gl.float32)
+            key_offset = _by_row(grid_offset(key_grids[index]), R).to(gl.float32)
+            if SHAPE.removed_mean and TILES == 2:
+                own = gl.minimum(of_page + warp, end_page - 1)
+                removed = gl.split(gl.reshape(_removed(turns, within, rope_cos, rope_sin, own, own, MA, MB, SHAPE, WARPS), [WARPS, 64, 4, 2]))
+            scores = ()
             for t in gl.static_range(TILES):
-                hidden += (gl.where(seen, scores[t], float("-inf")),)
-            scores = hidden
+                s = gl.full([WARPS, 64, 8], 0, gl.int32, layout=MMA)
+                for i in gl.static_range(OPERANDS):
+                    planes = _two_key_planes(key_words[index], 2 * i, KA) if D == 64 else key_plane(key_words[index], i)
+                    s = mma_v2(planes, operands[OPERANDS * t + i], s)
+                upper, lower = gl.split(gl.reshape(s, [WARPS, 64, 4, 2]))
+                x = small_float(gl.convert_layout(upper * 128 + lower, SC, assert_trivial=True))
+                x = x * units[t][None, None, :] + key_offset[:, :, None] * offsets[t][None, None, :]
+                x = x * key_scale[:, :, None]
+                x += kept_0[:, :, None] * first_kept[t][None, None, :]
+                x += kept_1[:, :, None] * second_kept[t][None, None, :]
+                if SHAPE.removed_mean:
+                    x += gl.convert_layout(removed[t if TILES == 2 else index], SC, assert_trivial=True) * mean_unit
+                scores += (gl.convert_layout(gl.reshape(x, [WARPS, 8, 8, 4]), BL, assert_trivial=True),)
 
-        # --- weights
-        value_scale = _by_block(_by_row(grid_scale(value_grid), R).to(gl.float32), BL)
-        value_offset = _by_block(_by_row(grid_offset(value_grid), R).to(gl.float32), BL)
-        old_highest, old_lengths, old_zeros = highest, lengths, zeros
-        highest, lengths, zeros, decays, weights = (), (), (), (), ()
-        for t in gl.static_range(TILES):
-            most, decay = raised(gl.max(scores[t], 1), old_highest[t])
-            p = exp2(scores[t] - most[:, None])
-            scaled = p * value_scale
-            highest += (most,)
-            lengths += (old_lengths[t] * decay + gl.sum(p, 1),)
-            zeros += (old_zeros[t] * decay + gl.sum(scaled * value_offset, 1),)
-            decays += (decay,)
-            weights += (scaled.to(gl.float16),)
-        second = gl.full_like(weights[0], 0.0) if TILES == 1 else weights[1]
-        both = gl.join(weights[0], second)
-        both = gl.convert_layout(gl.reshape(both, [WARPS, 8, 8, 8]), fragments_layout(WARPS, 8), assert_trivial=True)
-        both = gl.reshape(gl.permute(transposed(both), [0, 1, 3, 2]), [WARPS, 64, 8])
-        both = gl.convert_layout(both, PB, assert_trivial=True)
+            value_grid = value_grids[index]
+            if (of_page + WARPS) * 64 > end_token or of_page * 64 < first_token:
+                n = (of_page + warp)[:, None, None] * 64 + token_r + token_x
+                seen = (n < end_token) & (n >= first_token)
+                # What was never written may be NaN, but not as a packed grid of zero.
+                value_grid = gl.where(seen, value_grid, 0)
+                seen = gl.permute(seen.to(gl.int32), [0, 2, 1])
+                seen = gl.convert_layout(seen, gl.SliceLayout(3, BL), assert_trivial=True)[:, :, :, None] != 0
+                hidden = ()
+                for t in gl.static_range(TILES):
+                    hidden += (gl.where(seen, scores[t], float("-inf")),)
+                scores = hidden
 
-        # --- values
-        decay = _decay_of_sums(decays[0], decays[TILES - 1], ROWS, MMA)
-        old, acc = acc, ()
-        for i in gl.static_range(FOURS):
-            four = decayed((old[4 * i], old[4 * i + 1], old[4 * i + 2], old[4 * i + 3]), decay)
-            for j in gl.static_range(4):
-                if D == 64:
-                    planes = _two_value_planes(value_words, 2 * (4 * i + j), VA)
-                else:
-                    planes = value_plane(value_words, 4 * i + j)
-                acc += (mma_v2(planes, both, four[j]),)
+            # --- weights
+            value_scale = _by_block(_by_row(grid_scale(value_grid), R).to(gl.float32), BL)
+            value_offset = _by_block(_by_row(grid_offset(value_grid), R).to(gl.float32), BL)
+            old_highest, old_lengths, old_zeros = highest, lengths, zeros
+            highest, lengths, zeros, decays, weights = (), (), (), (), ()
+            for t in gl.static_range(TILES):
+                most, decay = raised(gl.max(scores[t], 1), old_highest[t])
+                p = exp2(scores[t] - most[:, None])
+                scaled = p * value_scale
+                highest += (most,)
+                lengths += (old_lengths[t] * decay + gl.sum(p, 1),)
+                zeros += (old_zeros[t] * decay + gl.sum(scaled * value_offset, 1),)
+                decays += (decay,)
+                weights += (scaled.to(gl.float16),)
+            second = gl.full_like(weights[0], 0.0) if TILES == 1 else weights[1]
+            both = gl.join(weights[0], second)
+            both = gl.convert_layout(gl.reshape(both, [WARPS, 8, 8, 8]), fragments_layout(WARPS, 8), assert_trivial=True)
+            both = gl.reshape(gl.permute(transposed(both), [0, 1, 3, 2]), [WARPS, 64, 8])
+            both = gl.convert_layout(both, PB, assert_trivial=True)
+
+            # --- values
+            decay = _decay_of_sums(decays[0], decays[TILES - 1], ROWS, MMA)
+            old, acc = acc, ()
+            for i in gl.static_range(FOURS):
+                four = decayed((old[4 * i], old[4 * i + 1], old[4 * i + 2], old[4 * i + 3]), decay)
+                for j in gl.static_range(4):
+                    if D == 64:
+                        planes = _two_value_planes(value_words[index], 2 * (4 * i + j), VA)
+                    else:
+                        planes = value_plane(value_words[index], 4 * i + j)
+                    acc += (mma_v2(planes, both, four[j]),)
+
 
     for t in gl.static_range(TILES):
         x = code_fragments(acc, t, SHAPE, WARPS)

@@ -186,6 +186,7 @@ def decode_arguments(
         "pages_per_split": plan.pages_per_split,
         "SHAPE": shape,
         "WARPS": plan.tuning.warps,
+        "PAGES": plan.tuning.pages,
     }
 
 
@@ -241,6 +242,7 @@ def decode_kernel(
     pages_per_split,
     SHAPE: gl.constexpr,
     WARPS: gl.constexpr,
+    PAGES: gl.constexpr,
 ):
     """Grid: (splits, num_kv_heads * blocks of heads, batch). The arguments are those of `decode_arguments`."""
     D: gl.constexpr = SHAPE.head_dim
@@ -302,6 +304,7 @@ def decode_kernel(
                 sums + (split + 1) * (SHAPE.tiles * 4 * D),
                 SHAPE,
                 WARPS,
+                PAGES,
             )
     elif split == 0:
         L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])

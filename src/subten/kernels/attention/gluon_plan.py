@@ -84,10 +84,11 @@ def head_tiles(group: int) -> int:
 
 @dataclass(frozen=True)
 class GluonTuning:
-    """Warps of a program, a power of two, each on a page of its own; and registers of a thread."""
+    """Warps of a program, a power of two; registers of a thread; and pages that a warp has in flight at a time."""
 
     warps: int
     registers: int
+    pages: int = 1
 
     def programs_per_sm(self) -> int:
         """That the registers of a multiprocessor suffice for."""
