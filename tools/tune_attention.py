@@ -29,7 +29,15 @@ from subten.kernels.attention.gluon_plan import GluonPlan, GluonShape, GluonTuni
 from subten.kernels.attention.triton_append import append_decode
 
 ROWS = "1x8x4,8x8x4,32x8x4,8x4x8"
-PROGRAMS = (GluonTuning(4, 128), GluonTuning(4, 168), GluonTuning(4, 255), GluonTuning(8, 128), GluonTuning(2, 255))
+PROGRAMS = (
+    GluonTuning(4, 168, 1),
+    GluonTuning(4, 168, 2),
+    GluonTuning(4, 204, 2),
+    GluonTuning(4, 255, 1),
+    GluonTuning(4, 255, 2),
+    GluonTuning(8, 128, 1),
+    GluonTuning(2, 204, 2),
+)
 SPLITS = (0.7, 1.0, 1.4)
 """Times those that `plan_gluon` takes."""
 COMPILED_AT_ONCE = 12
@@ -44,6 +52,7 @@ class Measured:
     mean_key: bool
     warps: int
     registers: int
+    pages: int
     splits: int
     us: float
 
@@ -80,7 +89,7 @@ def measure(
             calls[0]()
             break
         us = time_calls(calls).us
-        found.append(Measured(row, context, mean_key, tuning.warps, tuning.registers, splits, us))
+        found.append(Measured(row, context, mean_key, tuning.warps, tuning.registers, tuning.pages, splits, us))
     return found
 
 
@@ -105,7 +114,9 @@ def main() -> None:
         of_row = [one for tuning in PROGRAMS for one in measure(row, context, args.mean_key, tuning)]
         of_row.sort(key=lambda one: one.us)
         results += of_row
-        listed = ", ".join(f"{one.us:.1f} us ({one.warps}w {one.registers}r {one.splits}s)" for one in of_row)
+        listed = ", ".join(
+            f"{one.us:.1f} us ({one.warps}w {one.registers}r {one.pages}p {one.splits}s)" for one in of_row
+        )
         print(f"{row} at {args.context}: {listed}", flush=True)
     content: dict[str, Any] = {"machine": asdict(machine), "decode": [asdict(one) for one in results]}
     args.out.write_text(json.dumps(content, indent=1) + "\n")

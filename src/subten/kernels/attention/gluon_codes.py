@@ -294,12 +294,18 @@ def attend_codes(
             key_offset = _by_row(grid_offset(key_grids[index]), R).to(gl.float32)
             if SHAPE.removed_mean and TILES == 2:
                 own = gl.minimum(of_page + warp, end_page - 1)
-                removed = gl.split(gl.reshape(_removed(turns, within, rope_cos, rope_sin, own, own, MA, MB, SHAPE, WARPS), [WARPS, 64, 4, 2]))
+                removed = gl.split(
+                    gl.reshape(
+                        _removed(turns, within, rope_cos, rope_sin, own, own, MA, MB, SHAPE, WARPS), [WARPS, 64, 4, 2]
+                    )
+                )
             scores = ()
             for t in gl.static_range(TILES):
                 s = gl.full([WARPS, 64, 8], 0, gl.int32, layout=MMA)
                 for i in gl.static_range(OPERANDS):
-                    planes = _two_key_planes(key_words[index], 2 * i, KA) if D == 64 else key_plane(key_words[index], i)
+                    planes = (
+                        _two_key_planes(key_words[index], 2 * i, KA) if D == 64 else key_plane(key_words[index], i)
+                    )
                     s = mma_v2(planes, operands[OPERANDS * t + i], s)
                 upper, lower = gl.split(gl.reshape(s, [WARPS, 64, 4, 2]))
                 x = small_float(gl.convert_layout(upper * 128 + lower, SC, assert_trivial=True))
@@ -340,7 +346,9 @@ def attend_codes(
                 weights += (scaled.to(gl.float16),)
             second = gl.full_like(weights[0], 0.0) if TILES == 1 else weights[1]
             both = gl.join(weights[0], second)
-            both = gl.convert_layout(gl.reshape(both, [WARPS, 8, 8, 8]), fragments_layout(WARPS, 8), assert_trivial=True)
+            both = gl.convert_layout(
+                gl.reshape(both, [WARPS, 8, 8, 8]), fragments_layout(WARPS, 8), assert_trivial=True
+            )
             both = gl.reshape(gl.permute(transposed(both), [0, 1, 3, 2]), [WARPS, 64, 8])
             both = gl.convert_layout(both, PB, assert_trivial=True)
 
@@ -355,7 +363,6 @@ def attend_codes(
                     else:
                         planes = value_plane(value_words[index], 4 * i + j)
                     acc += (mma_v2(planes, both, four[j]),)
-
 
     for t in gl.static_range(TILES):
         x = code_fragments(acc, t, SHAPE, WARPS)

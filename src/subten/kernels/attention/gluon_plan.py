@@ -144,7 +144,8 @@ def plan_gluon(
     def rounds(splits: int) -> int:
         waves = -(-pairs * splits // places)
         pages = -(-units // splits)
-        return waves * (-(-pages // tuning.warps) + _FIXED_ROUNDS)
+        at_once = tuning.warps * tuning.pages
+        return waves * (-(-pages // at_once) * tuning.pages + _FIXED_ROUNDS)
 
     return GluonPlan(min(range(1, most + 1), key=rounds), pages_per_split, tuning)
 
