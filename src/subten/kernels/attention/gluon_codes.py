@@ -18,8 +18,9 @@ from subten.kernels.attention.gluon_layouts import (
     half_values_layout,
     keys_layout,
     mma_layout,
+    rotations_layout,
     scores_layout,
-    table_layout,
+    turns_layout,
 )
 from subten.kernels.attention.gluon_parts import LOWEST, code_fragments, store_part
 from subten.kernels.attention.gluon_ptx import (
@@ -89,55 +90,59 @@ def _decay_of_sums(first, second, ROWS: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _store_turns(q, mean, head, turns, MB: gl.constexpr, SHAPE: gl.constexpr):
-    """q . (rotated mean) is a sum over rotary pairs of along * cos + across * sin of the pair's angle. Leaves both in
-    shared memory, chunks of [8 columns, 32 pairs], over the unit that it returns. Odd columns are the second tile of
-    heads, or the only one once more, for a second page."""
+def _turns(q, mean_pairs, mean, head, SHAPE: gl.constexpr, WARPS: gl.constexpr):
+    """q . (rotated mean) is a sum over rotary pairs of along * cos + across * sin of the pair's angle: both, over a
+    unit, for eight pairs at a time [8 pairs, 8 columns], the pairs' numbers, and the unit.
+
+    Odd columns are the second tile of heads, or the only one once more, for a second page.
+    """
     HALF: gl.constexpr = SHAPE.head_dim // 2
-    CHUNKS: gl.constexpr = HALF // 32
-    L: gl.constexpr = gl.SliceLayout(0, MB)
+    EIGHTS: gl.constexpr = SHAPE.mean_pairs // 8
+    L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(3, turns_layout(WARPS)))
     column = axis(8, 1, 2, L)
     h = head + column // 2 + (4 * (column % 2) if SHAPE.tiles == 2 else 0)
     live = h < SHAPE.group
     largest = 0.0
-    along, across = (), ()
-    for c in gl.static_range(CHUNKS):
-        pair = 32 * c + axis(32, 0, 2, L)
+    along, across, pairs = (), (), ()
+    for e in gl.static_range(EIGHTS):
+        index = 8 * e + axis(8, 0, 2, L)
+        pair = gl.load(mean_pairs + index)
         q_0 = gl.load(q + h * SHAPE.head_dim + pair, mask=live, other=0.0).to(gl.float32)
         q_1 = gl.load(q + h * SHAPE.head_dim + HALF + pair, mask=live, other=0.0).to(gl.float32)
-        m_0, m_1 = gl.load(mean + pair), gl.load(mean + HALF + pair)
+        m_0, m_1 = gl.load(mean + index), gl.load(mean + SHAPE.mean_pairs + index)
         along += (q_0 * m_0 + q_1 * m_1,)
         across += (q_1 * m_0 - q_0 * m_1,)
-        largest = gl.maximum(largest, gl.max(gl.max(gl.maximum(gl.abs(along[c]), gl.abs(across[c])), 0), 0))
+        pairs += (pair,)
+        largest = gl.maximum(largest, gl.max(gl.max(gl.maximum(gl.abs(along[e]), gl.abs(across[e])), 0), 0))
     unit = gl.maximum(largest, 1e-20) / 64.0
-    for c in gl.static_range(CHUNKS):
-        turns.index(2 * c).permute([1, 0]).store(along[c] / unit)
-        turns.index(2 * c + 1).permute([1, 0]).store(across[c] / unit)
-    return unit
+    normal_along, normal_across = (), ()
+    for e in gl.static_range(EIGHTS):
+        normal_along += ((along[e] / unit)[None],)
+        normal_across += ((across[e] / unit)[None],)
+    return normal_along, normal_across, pairs, unit
 
 
 @gluon.jit
-def _rotations(within, CHUNK: gl.constexpr, MA: gl.constexpr, WARPS: gl.constexpr):
-    """Rotations within a page by 32 pairs' angles, as they lie in memory, to an operand [warps, 64 tokens, 32]."""
-    L: gl.constexpr = table_layout(WARPS)
-    at = axis(4, 1, 5, L) * 256 + axis(8, 2, 5, L) * 32 + axis(4, 3, 5, L) * 8 + axis(8, 4, 5, L)
-    x = gl.load(within + at + axis(2, 0, 5, L) * 1024 + 2048 * CHUNK)
-    # step, tile, r, j, k high, row half, k low -> tile, row half, r, j, step, k high, k low
-    x = gl.permute(gl.reshape(x, [2, 4, 8, 4, 2, 2, 2]), [1, 5, 2, 3, 0, 4, 6])
-    x = gl.convert_layout(gl.reshape(x, [64, 32]), gl.SliceLayout(0, MA), assert_trivial=True)
-    return x[None].broadcast_to([WARPS, 64, 32])
+def _rotations(within, EIGHT: gl.constexpr, MA: gl.constexpr, WARPS: gl.constexpr):
+    """Rotations within a page by eight pairs' angles, as they lie in memory, to an operand [warps, 64 tokens, 16]."""
+    L: gl.constexpr = rotations_layout(WARPS)
+    at = axis(4, 0, 4, L) * 256 + axis(8, 1, 4, L) * 32 + axis(4, 2, 4, L) * 8 + axis(8, 3, 4, L)
+    x = gl.reshape(gl.load(within + at + 1024 * EIGHT), [4, 8, 4, 2, 2, 2])
+    # tile, r, j, k half, row half, k low -> tile, row half, r, k half, j, k low
+    x = gl.reshape(gl.permute(x, [0, 4, 1, 3, 2, 5]), [64, 16])
+    x = gl.convert_layout(x, gl.SliceLayout(0, MA), assert_trivial=True)
+    return x[None].broadcast_to([WARPS, 64, 16])
 
 
 @gluon.jit
 def _removed(
-    turns,
+    along,
+    across,
+    pairs,
     within,
-    rope_cos,
-    rope_sin,
+    starts,
     page,
     second_page,
-    MA: gl.constexpr,
-    MB: gl.constexpr,
     SHAPE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
@@ -147,21 +152,24 @@ def _removed(
     An angle is one up to the page's first token, which turns (along, across) once per page, and one within the page,
     the same for all pages.
     """
-    HALF: gl.constexpr = SHAPE.head_dim // 2
-    CHUNKS: gl.constexpr = HALF // 32
-    first = gl.convert_layout(page, axis_layout(MB, 3, 0), assert_trivial=True)[:, None, None]
-    other = gl.convert_layout(second_page, axis_layout(MB, 3, 0), assert_trivial=True)[:, None, None]
-    first = (SHAPE.sinks + 64 * gl.where(axis(8, 2, 3, MB) % 2 == 0, first, other)).to(gl.int64) * HALF
-    removed = gl.full([WARPS, 64, 8], 0.0, gl.float32, layout=mma_layout(WARPS))
-    for c in gl.static_range(CHUNKS):
-        at = first + 32 * c + axis(32, 1, 3, MB)
-        cos, sin = gl.load(rope_cos + at), gl.load(rope_sin + at)
-        along = turns.index(2 * c).permute([1, 0]).load(gl.SliceLayout(0, MB))[None]
-        across = turns.index(2 * c + 1).permute([1, 0]).load(gl.SliceLayout(0, MB))[None]
-        turned = (along * cos + across * sin).to(gl.float16)
-        removed = mma_v2(_rotations(within, c, MA, WARPS), turned, removed)
-        turned = (across * cos - along * sin).to(gl.float16)
-        removed = mma_v2(_rotations(within, CHUNKS + c, MA, WARPS), turned, removed)
+    EIGHTS: gl.constexpr = SHAPE.mean_pairs // 8
+    MMA: gl.constexpr = mma_layout(WARPS)
+    MA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    MB: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    BOTH: gl.constexpr = turns_layout(WARPS)
+    T: gl.constexpr = gl.SliceLayout(3, BOTH)
+    first = gl.convert_layout(page, axis_layout(T, 3, 0), assert_trivial=True)[:, None, None]
+    other = gl.convert_layout(second_page, axis_layout(T, 3, 0), assert_trivial=True)[:, None, None]
+    first = gl.where(axis(8, 2, 3, T) % 2 == 0, first, other) * (SHAPE.head_dim // 2)
+    removed = gl.full([WARPS, 64, 8], 0.0, gl.float32, layout=MMA)
+    for e in gl.static_range(EIGHTS):
+        at = starts + 2 * (first + pairs[e][None])
+        cos, sin = gl.split(gl.load(at[:, :, :, None] + axis(2, 3, 4, BOTH)))
+        straight = (along[e] * cos + across[e] * sin).to(gl.float16)
+        sideways = (across[e] * cos - along[e] * sin).to(gl.float16)
+        turned = gl.reshape(gl.permute(gl.join(straight, sideways), [0, 3, 1, 2]), [WARPS, 16, 8])
+        turned = gl.convert_layout(turned, MB, assert_trivial=True)
+        removed = mma_v2(_rotations(within, e, MA, WARPS), turned, removed)
     return removed
 
 
@@ -182,10 +190,10 @@ def attend_codes(
     end_token,
     head,
     scale,
+    mean_pairs,
     mean,
     within,
-    rope_cos,
-    rope_sin,
+    starts,
     stats,
     sums,
     SHAPE: gl.constexpr,
@@ -230,12 +238,9 @@ def attend_codes(
         offsets += (gl.load(of_head + 1, mask=live, other=0.0) * scale,)
         first_kept += (gl.load(of_head + 2, mask=live, other=0.0) * scale,)
         second_kept += (gl.load(of_head + 3, mask=live, other=0.0) * scale,)
-    if SHAPE.removed_mean:
-        MA: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
-        MB: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
-        SHARED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-        turns = gl.allocate_shared_memory(gl.float32, [D // 32, 8, 32], SHARED)
-        mean_unit = _store_turns(q, mean, head, turns, MB, SHAPE) * scale
+    if SHAPE.mean_pairs:
+        along, across, pairs, mean_unit = _turns(q, mean_pairs, mean, head, SHAPE, WARPS)
+        mean_unit = mean_unit * scale
 
     # --- sums
     highest, lengths, zeros, acc = (), (), (), ()
@@ -279,10 +284,10 @@ def attend_codes(
             later = gl.minimum(page + (2 * PAGES + index) * WARPS + warp, end_page - 1)
             numbers_later += (gl.load(table + later),)
         numbers_next = numbers_later
-        if SHAPE.removed_mean and TILES == 1:
+        if SHAPE.mean_pairs and TILES == 1:
             own = gl.minimum(page + warp, end_page - 1)
             other = gl.minimum(page + (PAGES - 1) * WARPS + warp, end_page - 1)
-            removed = _removed(turns, within, rope_cos, rope_sin, own, other, MA, MB, SHAPE, WARPS)
+            removed = _removed(along, across, pairs, within, starts, own, other, SHAPE, WARPS)
             removed = gl.split(gl.reshape(removed, [WARPS, 64, 4, 2]))
 
         for index in gl.static_range(PAGES):
@@ -292,13 +297,10 @@ def attend_codes(
             kept_0, kept_1 = low_half(kept), high_half(kept)
             key_scale = _by_row(grid_scale(key_grids[index]), R).to(gl.float32)
             key_offset = _by_row(grid_offset(key_grids[index]), R).to(gl.float32)
-            if SHAPE.removed_mean and TILES == 2:
+            if SHAPE.mean_pairs and TILES == 2:
                 own = gl.minimum(of_page + warp, end_page - 1)
-                removed = gl.split(
-                    gl.reshape(
-                        _removed(turns, within, rope_cos, rope_sin, own, own, MA, MB, SHAPE, WARPS), [WARPS, 64, 4, 2]
-                    )
-                )
+                removed = _removed(along, across, pairs, within, starts, own, own, SHAPE, WARPS)
+                removed = gl.split(gl.reshape(removed, [WARPS, 64, 4, 2]))
             scores = ()
             for t in gl.static_range(TILES):
                 s = gl.full([WARPS, 64, 8], 0, gl.int32, layout=MMA)
@@ -313,7 +315,7 @@ def attend_codes(
                 x = x * key_scale[:, :, None]
                 x += kept_0[:, :, None] * first_kept[t][None, None, :]
                 x += kept_1[:, :, None] * second_kept[t][None, None, :]
-                if SHAPE.removed_mean:
+                if SHAPE.mean_pairs:
                     x += gl.convert_layout(removed[t if TILES == 2 else index], SC, assert_trivial=True) * mean_unit
                 scores += (gl.convert_layout(gl.reshape(x, [WARPS, 8, 8, 4]), BL, assert_trivial=True),)
 

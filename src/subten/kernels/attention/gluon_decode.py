@@ -63,7 +63,7 @@ class GluonScratch:
     def allocate(cls, query: DecodeQuery, layer: PagedLayers, plan: GluonPlan) -> GluonScratch:
         """For such queries over `layer`, and over all layers of its format and shape."""
         (batch, num_heads, head_dim), num_kv_heads = query.q.shape, layer.pages.shape[2]
-        shape = GluonShape.of(layer.layout, num_heads // num_kv_heads, removed_mean=False)
+        shape = GluonShape.of(layer.layout, num_heads // num_kv_heads, mean_pairs=0)
         pairs, parts = num_kv_heads * shape.blocks, plan.splits + 1
         return cls(
             query.q.new_empty(batch, pairs, parts, 2, 4 * shape.tiles, dtype=torch.float32),
@@ -108,8 +108,7 @@ def attend_decode(
     reason = why_not_gluon(layer.layout)
     if reason is not None:
         raise KernelUnavailableError(reason)
-    group = query.q.shape[1] // layer.pages.shape[2]
-    shape = GluonShape.of(layer.layout, group, layer.tables.mean is not None, sliding_window)
+    shape = _shape(query, layer, sliding_window)
     plan = plan or _default_plan(query, layer, inputs.block_table.shape[1], shape)
     scratch = scratch or GluonScratch.allocate(query, layer, plan)
     out = torch.empty_like(query.q, memory_format=torch.contiguous_format)
@@ -124,10 +123,15 @@ def prepare_decode(
     query: DecodeQuery, layer: PagedLayers, max_pages: int, *, sliding_window: int | None = None
 ) -> tuple[GluonPlan, GluonScratch]:
     """Plan and scratch of `attend_decode`, for all steps and layers of these shapes and sequences of `max_pages`."""
-    group = query.q.shape[1] // layer.pages.shape[2]
-    shape = GluonShape.of(layer.layout, group, layer.tables.mean is not None, sliding_window)
+    shape = _shape(query, layer, sliding_window)
     plan = _default_plan(query, layer, max_pages, shape)
     return plan, GluonScratch.allocate(query, layer, plan)
+
+
+def _shape(query: DecodeQuery, layer: PagedLayers, sliding_window: int | None) -> GluonShape:
+    assert layer.tables.gluon is not None
+    group = query.q.shape[1] // layer.pages.shape[2]
+    return GluonShape.of(layer.layout, group, layer.tables.gluon.num_mean_pairs, sliding_window)
 
 
 def _default_plan(query: DecodeQuery, layer: PagedLayers, max_pages: int, shape: GluonShape) -> GluonPlan:
@@ -165,10 +169,10 @@ def decode_arguments(
         "context_len": inputs.context_len,
         "block_table": inputs.block_table,
         "window_slot": inputs.window_slot,
-        "mean": tables.mean,
-        "within": gluon_tables.within if shape.removed_mean else None,
-        "rope_cos": tables.rope and tables.rope.cos,
-        "rope_sin": tables.rope and tables.rope.sin,
+        "mean_pairs": gluon_tables.mean_pairs,
+        "mean": gluon_tables.mean,
+        "within": gluon_tables.within,
+        "starts": gluon_tables.starts,
         "output_matrix": gluon_tables.output_matrix,
         "output_scale": gluon_tables.output_scale,
         "sink_logits": sink_logits,
@@ -221,10 +225,10 @@ def decode_kernel(
     context_len,
     block_table,
     window_slot,
+    mean_pairs,
     mean,
     within,
-    rope_cos,
-    rope_sin,
+    starts,
     output_matrix,
     output_scale,
     sink_logits,
@@ -296,10 +300,10 @@ def decode_kernel(
                 end,
                 head,
                 scale,
-                mean + kv_head * D if SHAPE.removed_mean else mean,
-                within,
-                rope_cos,
-                rope_sin,
+                mean_pairs + kv_head * SHAPE.mean_pairs if SHAPE.mean_pairs else mean_pairs,
+                mean + kv_head * (2 * SHAPE.mean_pairs) if SHAPE.mean_pairs else mean,
+                within + kv_head * (128 * SHAPE.mean_pairs) if SHAPE.mean_pairs else within,
+                starts,
                 stats + (split + 1) * (8 * SHAPE.tiles),
                 sums + (split + 1) * (SHAPE.tiles * 4 * D),
                 SHAPE,

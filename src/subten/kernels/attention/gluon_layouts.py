@@ -132,17 +132,25 @@ def matrix_layout(n, warps):
 
 
 @gluon.constexpr_function
-def table_layout(warps):
-    """[2 steps, 4 tiles, 8 g, 4 j, 8]: operands of [64 tokens, 32] as they lie in memory; all warps hold it."""
-    regs = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 0, 0, 0, 4], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [1, 0, 0, 0, 0]]
-    lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
+def rotations_layout(warps):
+    """[4 tiles, 8 r, 4 j, 8]: an operand of [64 tokens, 16] as it lies in memory; all warps hold it."""
+    regs = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [1, 0, 0, 0], [2, 0, 0, 0]]
+    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
     return gl.DistributedLinearLayout(
         reg_bases=regs,
         lane_bases=lanes,
-        warp_bases=[[0] * 5] * (warps.bit_length() - 1),
+        warp_bases=[[0] * 4] * (warps.bit_length() - 1),
         block_bases=[],
-        shape=[2, 4, 8, 4, 8],
+        shape=[4, 8, 4, 8],
     )
+
+
+@gluon.constexpr_function
+def turns_layout(warps):
+    """[warps, 8 pairs, 8 columns, 2]: pairs 2 j and 2 j + 1 and column r, as a half of an operand of [16, 8] has them,
+    and two numbers of each."""
+    lanes = [[0, 2, 0, 0], [0, 4, 0, 0], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
+    return linear([[0, 0, 0, 1], [0, 1, 0, 0]], lanes, [warps, 8, 8, 2])
 
 
 @gluon.constexpr_function

@@ -34,7 +34,7 @@ class GluonShape:
         value_codes: offset of the values' codes.
         value_scale: offset of the values' grids.
         kept: offset of the kept pairs, the last plane.
-        removed_mean: whether a mean key was taken out of the keys.
+        mean_pairs: rotary pairs, a multiple of eight, in which a mean key was taken out of the keys; 0 for none.
         sliding_window: tokens that a query sees, itself included; None means all.
     """
 
@@ -48,7 +48,7 @@ class GluonShape:
     value_codes: int
     value_scale: int
     kept: int
-    removed_mean: bool
+    mean_pairs: int
     sliding_window: int | None
 
     @property
@@ -57,7 +57,7 @@ class GluonShape:
         return -(-self.group // (4 * self.tiles))
 
     @classmethod
-    def of(cls, layout: PageLayout, group: int, removed_mean: bool, sliding_window: int | None = None) -> GluonShape:
+    def of(cls, layout: PageLayout, group: int, mean_pairs: int, sliding_window: int | None = None) -> GluonShape:
         """Of a layer with pages that `why_not_gluon` has no objection to."""
         fmt = layout.format
         words = {name: plane.offset // 2 for name, plane in layout.planes.items()}
@@ -72,7 +72,7 @@ class GluonShape:
             value_codes=words["value_codes"],
             value_scale=words["value_scale"],
             kept=words["kept_pair"],
-            removed_mean=removed_mean,
+            mean_pairs=mean_pairs,
             sliding_window=sliding_window,
         )
 
@@ -103,7 +103,7 @@ def tune_gluon(shape: GluonShape) -> GluonTuning:
     have twice the scores or twice the sums, and take 255.
     """
     if shape.head_dim == 64:
-        return GluonTuning(warps=4, registers=128 if shape.tiles == 1 and not shape.removed_mean else 168)
+        return GluonTuning(warps=4, registers=128 if shape.tiles == 1 and not shape.mean_pairs else 168)
     crowded = shape.tiles == 2 or shape.head_dim == 256
     return GluonTuning(warps=4, registers=255 if crowded else 168)
 
