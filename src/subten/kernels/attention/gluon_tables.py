@@ -33,8 +33,8 @@ class GluonTables:
         output_matrix: float16 [layers, num_kv_heads, head_dim * head_dim], `value.from_coded` transposed, as an
             operand, over `output_scale`; None where values are not transformed.
         output_scale: float32 [layers, num_kv_heads], its largest element: those of a Hadamard transform become 1.
-        mean_pairs: int32 [layers, num_kv_heads, pairs], the rotary pairs in which a head's mean key is not zero, filled
-            up to a multiple of eight. None without mean key.
+        mean_pairs: int32 [layers, num_kv_heads, pairs], the rotary pairs in which a head's mean key is not zero,
+            filled up to a multiple of eight. None without mean key.
         mean: float32 [layers, num_kv_heads, 2, pairs], the mean key's two elements of each.
         within: float16 [layers, num_kv_heads, 64 * 2 * pairs], cos and sin from a page's first token to each of its
             tokens, the amplitude of the rotation taken out, as an operand with tokens in the order of slots and of
