@@ -177,6 +177,17 @@ def _removed(
 
 
 @gluon.jit
+def ask_for_pages(
+    records, page_stride, table, first_page, end_page, SHAPE: gl.constexpr, WARPS: gl.constexpr, PAGES: gl.constexpr
+):
+    """Have the pages of the loop's first two rounds brought into the L2 cache; later ones it asks for itself."""
+    warp = gl.arange(0, WARPS, layout=axis_layout(grids_layout(WARPS), 3, 0))
+    for index in gl.static_range(2 * PAGES):
+        number = gl.load(table + gl.minimum(first_page + index * WARPS + warp, end_page - 1))
+        prefetch(records + number.to(gl.int64) * (8 * page_stride), SHAPE.record_bytes)
+
+
+@gluon.jit
 def attend_codes(
     q,
     steps,
@@ -218,7 +229,7 @@ def attend_codes(
     R: gl.constexpr = gl.SliceLayout(2, SC)
     H: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, SC))
     L3: gl.constexpr = gl.SliceLayout(1, BL)
-    RECORD: gl.constexpr = 2 * (SHAPE.kept + 128)
+    RECORD: gl.constexpr = SHAPE.record_bytes
 
     # --- queries
     SIZE: gl.constexpr = max(32, D // 4)
@@ -278,12 +289,10 @@ def attend_codes(
             of_values = _at_pages(records, 8 * start, VALUES, 3) + SHAPE.value_codes + value_word + value_slot
             value_words += (gl.load(of_values),)
             value_grids += (gl.load(_at_pages(records, 8 * start, GR, 3) + SHAPE.value_scale + token_r + token_x),)
-        numbers_now, numbers_later = numbers_next, ()
+        numbers_now, numbers_next = numbers_next, ()
         for index in gl.static_range(PAGES):
-            prefetch(records + numbers_now[index].to(gl.int64) * (8 * page_stride), RECORD)
             later = gl.minimum(page + (2 * PAGES + index) * WARPS + warp, end_page - 1)
-            numbers_later += (gl.load(table + later),)
-        numbers_next = numbers_later
+            numbers_next += (gl.load(table + later),)
         if SHAPE.mean_pairs and TILES == 1:
             own = gl.minimum(page + warp, end_page - 1)
             other = gl.minimum(page + (PAGES - 1) * WARPS + warp, end_page - 1)
@@ -365,6 +374,8 @@ def attend_codes(
                     else:
                         planes = value_plane(value_words[index], 4 * i + j)
                     acc += (mma_v2(planes, both, four[j]),)
+        for index in gl.static_range(PAGES):
+            prefetch(records + numbers_next[index].to(gl.int64) * (8 * page_stride), RECORD)
 
     for t in gl.static_range(TILES):
         x = code_fragments(acc, t, SHAPE, WARPS)

@@ -31,9 +31,10 @@ from triton.experimental.gluon import language as gl
 from subten.errors import KernelUnavailableError
 from subten.kernels.attention.decode_kernel import DecodeKernel
 from subten.kernels.attention.device_cache import PagedLayers
-from subten.kernels.attention.gluon_codes import attend_codes
+from subten.kernels.attention.gluon_codes import ask_for_pages, attend_codes
 from subten.kernels.attention.gluon_parts import reduce_parts
 from subten.kernels.attention.gluon_plan import GluonPlan, GluonShape, plan_gluon, why_not_gluon
+from subten.kernels.attention.gluon_ptx import let_next_kernel_start, wait_for_previous_kernel
 from subten.kernels.attention.gluon_window import attend_window
 from subten.kernels.attention.inputs import AttentionInputs
 from subten.kernels.attention.triton_append import DecodeQuery
@@ -114,7 +115,7 @@ def attend_decode(
     out = torch.empty_like(query.q, memory_format=torch.contiguous_format)
     arguments = decode_arguments(query, layer, inputs, scale, plan, scratch, shape, sink_logits, out)
     decode_kernel[(plan.splits, layer.pages.shape[2] * shape.blocks, len(query.q))](
-        **arguments, num_warps=plan.tuning.warps, maxnreg=plan.tuning.registers
+        **arguments, num_warps=plan.tuning.warps, maxnreg=plan.tuning.registers, launch_pdl=plan.tuning.overlap
     )
     return out
 
@@ -261,11 +262,19 @@ def decode_kernel(
     part = (gl.program_id(1) + row * gl.num_programs(1)).to(gl.int64) * (splits + 1)
     stats += part * (8 * SHAPE.tiles)
     sums += part * (SHAPE.tiles * 4 * D)
+    records = pages + kv_head.to(gl.int64) * record_stride
+    table = block_table + row.to(gl.int64) * table_stride
     slot = gl.load(window_slot + row).to(gl.int64)
     length, in_window, first_token, end_token, first_page, pages_of, per_part, ahead, parts = _extent(
         context_len, row, splits, pages_per_split, SHAPE
     )
     works = False
+    first = gl.maximum(split * per_part - ahead, 0)
+    stop = gl.minimum((split + 1) * per_part - ahead, pages_of)
+    if (slot >= 0) & (first < stop):
+        ask_for_pages(records, page_stride, table, first_page + first, first_page + stop, SHAPE, WARPS, PAGES)
+    wait_for_previous_kernel()
+    let_next_kernel_start()
     if slot >= 0:
         works = split < parts
         if split == 0:
@@ -283,17 +292,15 @@ def decode_kernel(
                 SHAPE,
                 WARPS,
             )
-        first = gl.maximum(split * per_part - ahead, 0)
-        stop = gl.minimum((split + 1) * per_part - ahead, pages_of)
         if first < stop:
             end = gl.minimum(end_token, (first_page + stop) * 64)
             attend_codes(
                 q + first_query * D,
                 steps + (pair.to(gl.int64) * BLOCKS + block) * (SHAPE.tiles * 8 * D),
                 numbers + (pair.to(gl.int64) * BLOCKS + block) * (SHAPE.tiles * 16),
-                pages + kv_head.to(gl.int64) * record_stride,
+                records,
                 page_stride,
-                block_table + row.to(gl.int64) * table_stride,
+                table,
                 first_page + first,
                 first_page + stop,
                 first_token,

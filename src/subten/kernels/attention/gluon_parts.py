@@ -22,8 +22,8 @@ from subten.kernels.attention.gluon_ptx import exp2, float_of_bits
 LOWEST = gl.constexpr(-1e30)
 """Start of a running maximum: finite, so that a warp which has seen no key yet does not become NaN."""
 _LOG2_E = gl.constexpr(math.log2(math.e))
-_PARTS_AT_ONCE = gl.constexpr(8)
-"""Parts that the last program has in flight."""
+_SUMS_AT_ONCE = gl.constexpr(8192)
+"""Sums of parts that the last program has in flight."""
 
 
 # --- of one program --------------------------------------------------------------------------------------------
@@ -149,16 +149,17 @@ def _merged(maxima, lengths, x):
 def _add_parts(stats, sums, first, end, TILE: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr):
     """The parts `first` to `end` of one tile of heads, added up in their order."""
     HALVES: gl.constexpr = SHAPE.head_dim // 32
-    RL: gl.constexpr = part_layout(_PARTS_AT_ONCE, HALVES, WARPS)
+    AT_ONCE: gl.constexpr = _SUMS_AT_ONCE // (4 * SHAPE.head_dim)
+    RL: gl.constexpr = part_layout(AT_ONCE, HALVES, WARPS)
     ML: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, RL)))
     j = gl.arange(0, 4, layout=gl.SliceLayout(0, ML))[None]
     place = _place(HALVES, gl.SliceLayout(0, RL))[None]
     maximum = gl.full([4], LOWEST, gl.float32, layout=gl.SliceLayout(0, ML))
     length = gl.full([4], 0.0, gl.float32, layout=gl.SliceLayout(0, ML))
     total = gl.full([HALVES, 8, 4, 4], 0.0, gl.float32, layout=gl.SliceLayout(0, RL))
-    for start in range(first, end, _PARTS_AT_ONCE):
-        part = start + axis(_PARTS_AT_ONCE, 0, 5, RL)
-        of_stats = start + gl.arange(0, _PARTS_AT_ONCE, layout=gl.SliceLayout(1, ML))[:, None]
+    for start in range(first, end, AT_ONCE):
+        part = start + axis(AT_ONCE, 0, 5, RL)
+        of_stats = start + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, ML))[:, None]
         at = stats + of_stats * (8 * SHAPE.tiles) + 4 * TILE + j
         maxima = gl.load(at, mask=of_stats < end, other=LOWEST, cache_modifier=".cg")
         lengths = gl.load(at + 4 * SHAPE.tiles, mask=of_stats < end, other=0.0, cache_modifier=".cg")

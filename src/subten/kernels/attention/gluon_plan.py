@@ -34,6 +34,7 @@ class GluonShape:
         value_codes: offset of the values' codes.
         value_scale: offset of the values' grids.
         kept: offset of the kept pairs, the last plane.
+        record_bytes: of a page and head.
         mean_pairs: rotary pairs, a multiple of eight, in which a mean key was taken out of the keys; 0 for none.
         sliding_window: tokens that a query sees, itself included; None means all.
     """
@@ -48,6 +49,7 @@ class GluonShape:
     value_codes: int
     value_scale: int
     kept: int
+    record_bytes: int
     mean_pairs: int
     sliding_window: int | None
 
@@ -72,6 +74,7 @@ class GluonShape:
             value_codes=words["value_codes"],
             value_scale=words["value_scale"],
             kept=words["kept_pair"],
+            record_bytes=layout.record_bytes,
             mean_pairs=mean_pairs,
             sliding_window=sliding_window,
         )
@@ -84,11 +87,20 @@ def head_tiles(group: int) -> int:
 
 @dataclass(frozen=True)
 class GluonTuning:
-    """Warps of a program, a power of two; registers of a thread; and pages that a warp has in flight at a time."""
+    """How the kernel goes through its work.
+
+    Attributes:
+        warps: of a program, a power of two.
+        registers: of a thread.
+        pages: that a warp has in flight at a time.
+        overlap: whether programs begin while the kernel before this one ends. They only ask for pages of codes before
+            they wait for its results (programmatic dependent launch).
+    """
 
     warps: int
     registers: int
     pages: int = 1
+    overlap: bool = True
 
     def programs_per_sm(self) -> int:
         """That the registers of a multiprocessor suffice for."""
