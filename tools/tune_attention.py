@@ -32,12 +32,12 @@ from subten.kernels.attention.triton_append import append_decode
 
 ROWS = "1x8x4,8x8x4,32x8x4,8x4x8"
 PROGRAMS = (
-    GluonTuning(4, 168, 1, overlap=False),
     GluonTuning(4, 168, 1),
-    GluonTuning(4, 168, 2),
     GluonTuning(4, 255, 1),
     GluonTuning(4, 255, 2),
     GluonTuning(8, 128, 1),
+    GluonTuning(8, 255, 1),
+    GluonTuning(8, 255, 2),
 )
 SPLITS = "0.7,1.0,1.4"
 """Times those that `plan_gluon` takes."""
@@ -87,7 +87,7 @@ def measure(
     chosen = plan_gluon(of_layer, shape.batch, shape.kv_heads, max_pages, num_sms, tuning)
     found = []
     for splits in sorted({max(1, round(chosen.splits * factor)) for factor in factors}):
-        plan = GluonPlan(splits, chosen.pages_per_split, tuning)
+        plan = GluonPlan(splits, chosen.units_per_split, tuning)
         scratch = GluonScratch.allocate(queries[0], layers[0], plan)
         calls = [
             partial(attend_decode, query, layer, cache.inputs, 128**-0.5, plan, scratch)

@@ -84,6 +84,14 @@ def half_values_layout(warps):
 
 
 @gluon.constexpr_function
+def wide_values_layout(warps, head_dim):
+    """[warps, 16 slots, head_dim]: eight neighbouring channels 8 r + i of the slots that an operand has there."""
+    regs = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 8, 0]]
+    regs += [[0, 0, 64 << i] for i in range((head_dim // 64).bit_length() - 1)]
+    return linear(regs, [[0, 2, 0], [0, 4, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]], [warps, 16, head_dim])
+
+
+@gluon.constexpr_function
 def fragment_layout(warps, halves):
     """[warps, halves, 8 g, 4 heads, 4]: g = lane / 4, head = lane % 4, the rest in registers."""
     regs = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2]] + [[0, 1 << i, 0, 0, 0] for i in range(halves.bit_length() - 1)]
@@ -147,8 +155,8 @@ def rotations_layout(warps):
 
 @gluon.constexpr_function
 def turns_layout(warps):
-    """[warps, 8 pairs, 8 columns, 2]: pairs 2 j and 2 j + 1 and column r, as a half of an operand of [16, 8] has them,
-    and two numbers of each."""
+    """[warps, 8 pairs, 8 columns, 2]: pairs 2 j and 2 j + 1 and column r, as half an operand of [16, 8] has them, and
+    two numbers of each."""
     lanes = [[0, 2, 0, 0], [0, 4, 0, 0], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
     return linear([[0, 0, 0, 1], [0, 1, 0, 0]], lanes, [warps, 8, 8, 2])
 

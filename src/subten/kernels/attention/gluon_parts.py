@@ -1,8 +1,9 @@
 """Partial results of the Gluon decode kernel: merged over the warps of a program, and over programs by the last one.
 
-A part is a running maximum and a sum of weights per head, and weighted sums of values in the order of the tensor
-core's fragments, [head_dim / 32, 8 r, 4 heads, 4]: channel 16 f + 8 h + r lies at [f / 2, r, head, 2 (f % 2) + h]. A
-lane's sums are neighbours then, and all parts are merged element by element, whatever the order means.
+A program leaves one part of the windows' tokens, one of coded tokens, or both. A part is a running maximum and a sum
+of weights per head, and weighted sums of values in the order of the tensor core's fragments, [head_dim / 32, 8 r,
+4 heads, 4]: row 16 f + 8 h + r of the product lies at [f / 2, r, head, 2 (f % 2) + h]. A lane's sums are neighbours
+then, and all parts are merged element by element, whatever the order means.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -22,8 +23,6 @@ from subten.kernels.attention.gluon_ptx import exp2, float_of_bits
 LOWEST = gl.constexpr(-1e30)
 """Start of a running maximum: finite, so that a warp which has seen no key yet does not become NaN."""
 _LOG2_E = gl.constexpr(math.log2(math.e))
-_SUMS_AT_ONCE = gl.constexpr(8192)
-"""Sums of parts that the last program has in flight."""
 
 
 # --- of one program --------------------------------------------------------------------------------------------
@@ -146,31 +145,47 @@ def _merged(maxima, lengths, x):
 
 
 @gluon.jit
-def _add_parts(stats, sums, first, end, TILE: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr):
-    """The parts `first` to `end` of one tile of heads, added up in their order."""
+def _load_parts(
+    stats, sums, first, end, TILE: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr, COUNT: gl.constexpr
+):
+    """The parts `first` to `end` of one tile of heads, COUNT at most: maxima, lengths, sums."""
     HALVES: gl.constexpr = SHAPE.head_dim // 32
-    AT_ONCE: gl.constexpr = _SUMS_AT_ONCE // (4 * SHAPE.head_dim)
-    RL: gl.constexpr = part_layout(AT_ONCE, HALVES, WARPS)
+    RL: gl.constexpr = part_layout(COUNT, HALVES, WARPS)
     ML: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, RL)))
     j = gl.arange(0, 4, layout=gl.SliceLayout(0, ML))[None]
-    place = _place(HALVES, gl.SliceLayout(0, RL))[None]
-    maximum = gl.full([4], LOWEST, gl.float32, layout=gl.SliceLayout(0, ML))
-    length = gl.full([4], 0.0, gl.float32, layout=gl.SliceLayout(0, ML))
-    total = gl.full([HALVES, 8, 4, 4], 0.0, gl.float32, layout=gl.SliceLayout(0, RL))
-    for start in range(first, end, AT_ONCE):
-        part = start + axis(AT_ONCE, 0, 5, RL)
-        of_stats = start + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, ML))[:, None]
-        at = stats + of_stats * (8 * SHAPE.tiles) + 4 * TILE + j
-        maxima = gl.load(at, mask=of_stats < end, other=LOWEST, cache_modifier=".cg")
-        lengths = gl.load(at + 4 * SHAPE.tiles, mask=of_stats < end, other=0.0, cache_modifier=".cg")
-        at = sums + (part * SHAPE.tiles + TILE) * (4 * SHAPE.head_dim) + place
-        x = gl.load(at, mask=part < end, other=0.0, cache_modifier=".cg")
-        new_maximum, new_length, x = _merged(maxima, lengths, x)
+    part = first + axis(COUNT, 0, 5, RL)
+    of_stats = first + gl.arange(0, COUNT, layout=gl.SliceLayout(1, ML))[:, None]
+    at = stats + of_stats * (8 * SHAPE.tiles) + 4 * TILE + j
+    maxima = gl.load(at, mask=of_stats < end, other=LOWEST, cache_modifier=".cg")
+    lengths = gl.load(at + 4 * SHAPE.tiles, mask=of_stats < end, other=0.0, cache_modifier=".cg")
+    at = sums + (part * SHAPE.tiles + TILE) * (4 * SHAPE.head_dim) + _place(HALVES, gl.SliceLayout(0, RL))[None]
+    return maxima, lengths, gl.load(at, mask=part < end, other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def _add_parts(
+    maxima,
+    lengths,
+    x,
+    stats,
+    sums,
+    first,
+    end,
+    TILE: gl.constexpr,
+    SHAPE: gl.constexpr,
+    WARPS: gl.constexpr,
+    COUNT: gl.constexpr,
+):
+    """Parts that are loaded already, and those `first` to `end`, added up in their order."""
+    maximum, length, total = _merged(maxima, lengths, x)
+    for start in range(first, end, COUNT):
+        later = _load_parts(stats, sums, start, end, TILE, SHAPE, WARPS, COUNT)
+        new_maximum, new_length, new = _merged(later[0], later[1], later[2])
         higher = gl.maximum(maximum, new_maximum)
-        old, new = exp2(maximum - higher), exp2(new_maximum - higher)
+        old_share, new_share = exp2(maximum - higher), exp2(new_maximum - higher)
         maximum = higher
-        length = length * old + new_length * new
-        total = total * _of_heads(old, total) + x * _of_heads(new, total)
+        length = length * old_share + new_length * new_share
+        total = total * _of_heads(old_share, total) + new * _of_heads(new_share, total)
     return maximum, length, total
 
 
@@ -182,10 +197,18 @@ def _by_channel(x, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def _by_wide_channel(x, SHAPE: gl.constexpr):
+    """As `_by_channel`, where rows of the tensor core's product were channels 64 h + 8 r + i in the order h, i, r."""
+    x = gl.reshape(_by_channel(x, SHAPE), [SHAPE.head_dim // 64, 8, 8, 4])
+    return gl.reshape(gl.permute(x, [0, 2, 1, 3]), [SHAPE.head_dim, 4])
+
+
+@gluon.jit
 def reduce_parts(
     stats,
     sums,
     head,
+    window_parts,
     first_part,
     end_part,
     output_matrix,
@@ -195,10 +218,13 @@ def reduce_parts(
     SHAPE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Part 0, of the windows, and the parts `first_part` to `end_part`, of codes, to the output. The sums over codes
-    leave the values' coded space on the way, on the tensor core in two parts of fp16 in neighbouring columns."""
+    """Parts 0 to `window_parts`, of the windows, and `first_part` to `end_part`, of codes, to the output. On the way
+    sums over codes leave the values' coded space, on the tensor core in two parts of fp16 in neighbouring columns.
+    """
     D: gl.constexpr = SHAPE.head_dim
     TILES: gl.constexpr = SHAPE.tiles
+    FEW: gl.constexpr = 4
+    MANY: gl.constexpr = 16 if D <= 128 else 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
     if output_matrix is not None:
         L: gl.constexpr = matrix_layout(D, WARPS)
@@ -209,8 +235,17 @@ def reduce_parts(
         matrix = gl.reshape(gl.permute(matrix, [1, 5, 2, 0, 4, 3, 6]), [D, D])
         matrix = gl.convert_layout(matrix, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
     for t in gl.static_range(TILES):
-        wide_maximum, wide_length, wide = _add_parts(stats, sums, 0, 1, t, SHAPE, WARPS)
-        code_maximum, code_length, coded = _add_parts(stats, sums, first_part, end_part, t, SHAPE, WARPS)
+        # As many as mostly are all are on their way before the first is used.
+        wide = _load_parts(stats, sums, 0, window_parts, t, SHAPE, WARPS, FEW)
+        coded = _load_parts(stats, sums, first_part, end_part, t, SHAPE, WARPS, MANY)
+        wide_maximum, wide_length, wide = _add_parts(
+            wide[0], wide[1], wide[2], stats, sums, FEW, window_parts, t, SHAPE, WARPS, FEW
+        )
+        code_maximum, code_length, coded = _add_parts(
+            coded[0], coded[1], coded[2], stats, sums, first_part + MANY, end_part, t, SHAPE, WARPS, MANY
+        )
+        wide_maximum = gl.convert_layout(wide_maximum, code_maximum.type.layout, assert_trivial=True)
+        wide_length = gl.convert_layout(wide_length, code_length.type.layout, assert_trivial=True)
         maximum = gl.maximum(wide_maximum, code_maximum)
         if sink_logits is not None:
             h = head + 4 * t + gl.arange(0, 4, layout=maximum.type.layout)
@@ -220,7 +255,7 @@ def reduce_parts(
         length = wide_length * wide_share + code_length * code_share
         if sink_logits is not None:
             length += exp2(sink - maximum)
-        wide = _by_channel(wide * _of_heads(wide_share / length, wide), SHAPE)
+        wide = _by_wide_channel(wide * _of_heads(wide_share / length, wide), SHAPE)
         coded = _by_channel(coded * _of_heads(code_share / length, coded), SHAPE)
         if output_matrix is not None:
             upper = coded.to(gl.float16)
@@ -231,7 +266,7 @@ def reduce_parts(
             result = (upper + lower) * output_scale
             result += gl.convert_layout(wide, result.type.layout)
         else:
-            result = wide + coded
+            result = coded + gl.convert_layout(wide, coded.type.layout)
         _store_out(out, result, head + 4 * t, SHAPE)
 
 

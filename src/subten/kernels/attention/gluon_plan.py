@@ -117,6 +117,8 @@ def tune_gluon(shape: GluonShape) -> GluonTuning:
     if shape.head_dim == 64:
         return GluonTuning(warps=4, registers=128 if shape.tiles == 1 and not shape.mean_pairs else 168)
     crowded = shape.tiles == 2 or shape.head_dim == 256
+    if shape.mean_pairs and not crowded:
+        return GluonTuning(warps=4, registers=255, pages=2)
     return GluonTuning(warps=4, registers=255 if crowded else 168)
 
 
@@ -127,12 +129,12 @@ class GluonPlan:
     Attributes:
         splits: programs that share one sequence and KV head. How many of them have work is decided on the device, by
             the sequence's length.
-        pages_per_split: pages that a program takes before another one gets any.
+        units_per_split: pages that a program takes before another one gets any.
         tuning: of the kernel.
     """
 
     splits: int
-    pages_per_split: int
+    units_per_split: int
     tuning: GluonTuning
 
 
@@ -150,8 +152,8 @@ def plan_gluon(
     """
     tuning = tuning or tune_gluon(shape)
     pairs, places = batch * num_kv_heads * shape.blocks, tuning.programs_per_sm() * num_sms
-    units, pages_per_split = max_pages + shape.window_units, 2 * tuning.warps
-    most = max(1, min(_MOST_SPLITS, -(-units // pages_per_split)))
+    units, units_per_split = max_pages + shape.window_units, tuning.warps
+    most = max(1, min(_MOST_SPLITS, -(-units // units_per_split)))
 
     def rounds(splits: int) -> int:
         waves = -(-pairs * splits // places)
@@ -159,7 +161,7 @@ def plan_gluon(
         at_once = tuning.warps * tuning.pages
         return waves * (-(-pages // at_once) * tuning.pages + _FIXED_ROUNDS)
 
-    return GluonPlan(min(range(1, most + 1), key=rounds), pages_per_split, tuning)
+    return GluonPlan(min(range(1, most + 1), key=rounds), units_per_split, tuning)
 
 
 def why_not_gluon(layout: PageLayout) -> str | None:
