@@ -345,7 +345,7 @@ def decode_kernel(
                 sums,
                 head,
                 gl.cdiv(wide, per_part),
-                splits + wide // per_part,
+                splits + gl.where(pages_of > 0, wide // per_part, parts),
                 splits + parts,
                 matrix,
                 factor,
