@@ -36,7 +36,6 @@ PROGRAMS = (
     GluonTuning(4, 255, 1),
     GluonTuning(4, 255, 2),
     GluonTuning(8, 128, 1),
-    GluonTuning(8, 255, 1),
     GluonTuning(8, 255, 2),
 )
 SPLITS = "0.7,1.0,1.4"

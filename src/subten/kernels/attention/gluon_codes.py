@@ -38,6 +38,9 @@ from subten.kernels.attention.gluon_ptx import (
     value_plane,
 )
 
+_ROUNDS_AHEAD = gl.constexpr(4)
+"""Pages per warp that are asked for before the first is read; at batch 1 that is all of them."""
+
 # --- operands --------------------------------------------------------------------------------------------------
 
 
@@ -165,11 +168,12 @@ def _removed(
     for e in gl.static_range(EIGHTS):
         at = starts + 2 * (first + pairs[e][None])
         cos, sin = gl.split(gl.load(at[:, :, :, None] + axis(2, 3, 4, BOTH)))
-        straight = (along[e] * cos + across[e] * sin).to(gl.float16)
-        sideways = (across[e] * cos - along[e] * sin).to(gl.float16)
-        turned = gl.reshape(gl.permute(gl.join(straight, sideways), [0, 3, 1, 2]), [WARPS, 16, 8])
-        turned = gl.convert_layout(turned, MB, assert_trivial=True)
-        removed = mma_v2(_rotations(within, e, MA, WARPS), turned, removed)
+        turned = gl.permute(gl.join(along[e] * cos + across[e] * sin, across[e] * cos - along[e] * sin), [0, 3, 1, 2])
+        turned = gl.convert_layout(gl.reshape(turned, [WARPS, 16, 8]), MB, assert_trivial=True)
+        upper, rotations = turned.to(gl.float16), _rotations(within, e, MA, WARPS)
+        removed = mma_v2(rotations, upper, removed)
+        if SHAPE.tiles == 2:
+            removed = mma_v2(rotations, (turned - upper.to(gl.float32)).to(gl.float16), removed)
     return removed
 
 
@@ -177,12 +181,10 @@ def _removed(
 
 
 @gluon.jit
-def ask_for_pages(
-    records, page_stride, table, first_page, end_page, SHAPE: gl.constexpr, WARPS: gl.constexpr, PAGES: gl.constexpr
-):
-    """Have the pages of the loop's first two rounds brought into the L2 cache; later ones it asks for itself."""
+def ask_for_pages(records, page_stride, table, first_page, end_page, SHAPE: gl.constexpr, WARPS: gl.constexpr):
+    """Have the pages of the loop's first rounds brought into the L2 cache; later ones it asks for itself."""
     warp = gl.arange(0, WARPS, layout=axis_layout(grids_layout(WARPS), 3, 0))
-    for index in gl.static_range(2 * PAGES):
+    for index in gl.static_range(_ROUNDS_AHEAD):
         number = gl.load(table + gl.minimum(first_page + index * WARPS + warp, end_page - 1))
         prefetch(records + number.to(gl.int64) * (8 * page_stride), SHAPE.record_bytes)
 

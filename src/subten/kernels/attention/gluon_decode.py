@@ -275,7 +275,7 @@ def decode_kernel(
         if begin < end:
             ask_for_window(keys, keys + values_stride, begin, end, SHAPE, WARPS)
         if first < stop:
-            ask_for_pages(records, page_stride, table, first_page + first, first_page + stop, SHAPE, WARPS, PAGES)
+            ask_for_pages(records, page_stride, table, first_page + first, first_page + stop, SHAPE, WARPS)
     wait_for_previous_kernel()
     let_next_kernel_start()
     works = False

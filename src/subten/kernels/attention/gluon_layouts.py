@@ -100,8 +100,23 @@ def fragment_layout(warps, halves):
 
 
 @gluon.constexpr_function
-def part_layout(parts, halves, warps):
-    """[parts, halves, 8, 4, 4]: parts in registers, the rest over all threads, neighbours in memory side by side."""
+def parts_layout(each, halves, warps):
+    """[each * warps parts, halves, 8 g, 4 heads, 4], as `fragment_layout`: every warp has parts of its own."""
+    regs = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2]] + [[0, 1 << i, 0, 0, 0] for i in range(halves.bit_length() - 1)]
+    regs += [[warps << i, 0, 0, 0, 0] for i in range(each.bit_length() - 1)]
+    lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
+    return gl.DistributedLinearLayout(
+        reg_bases=regs,
+        lane_bases=lanes,
+        warp_bases=warp_bases(warps, 5),
+        block_bases=[],
+        shape=[each * warps, halves, 8, 4, 4],
+    )
+
+
+@gluon.constexpr_function
+def merged_layout(halves, warps):
+    """[warps, halves, 8, 4, 4] with the warps' results in registers, and their elements over all threads."""
     bases = [
         [0, 0, 0, 0, 1],
         [0, 0, 0, 0, 2],
@@ -115,9 +130,12 @@ def part_layout(parts, halves, warps):
     threads = 5 + warps.bit_length() - 1
     own = max(0, len(bases) - threads)
     spread = bases[own:] + [[0, 0, 0, 0, 0]] * (threads - len(bases) + own)
-    regs = bases[:own] + [[1 << i, 0, 0, 0, 0] for i in range(parts.bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        reg_bases=regs, lane_bases=spread[:5], warp_bases=spread[5:], block_bases=[], shape=[parts, halves, 8, 4, 4]
+        reg_bases=bases[:own] + warp_bases(warps, 5),
+        lane_bases=spread[:5],
+        warp_bases=spread[5:],
+        block_bases=[],
+        shape=[warps, halves, 8, 4, 4],
     )
 
 
