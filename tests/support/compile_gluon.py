@@ -39,7 +39,7 @@ def compile_one(name: str, folder: Path) -> Compiled:
     query = query_memory(q, layer, changed=False, integer=True)
     assert layer.tables.gluon is not None
     shape = GluonShape.of(layout, group, layer.tables.gluon.num_mean_pairs)
-    tuning = tune_gluon(shape)
+    tuning = tune_gluon(shape, pages_per_sm=1000.0)
     plan = GluonPlan(16, 8, tuning)
     scratch = GluonScratch.allocate(query, layer, plan)
     arguments = decode_arguments(query, layer, inputs, 0.1, plan, scratch, shape, None, torch.empty_like(q))

@@ -192,6 +192,7 @@ def decode_arguments(
         "SHAPE": shape,
         "WARPS": plan.tuning.warps,
         "PAGES": plan.tuning.pages,
+        "PARTS": plan.tuning.parts_per_warp(shape.head_dim),
     }
 
 
@@ -243,6 +244,7 @@ def decode_kernel(
     SHAPE: gl.constexpr,
     WARPS: gl.constexpr,
     PAGES: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
     """Grid: (splits, num_kv_heads * blocks of heads, batch). The arguments are those of `decode_arguments`."""
     D: gl.constexpr = SHAPE.head_dim
@@ -353,5 +355,6 @@ def decode_kernel(
                 out + first_query * D,
                 SHAPE,
                 WARPS,
+                PARTS,
             )
             gl.store(arrived + ticket, 0)

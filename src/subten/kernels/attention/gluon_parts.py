@@ -188,9 +188,10 @@ def _add_parts(
     maxima, lengths, x, stats, sums, first, end, TILE: gl.constexpr, SHAPE: gl.constexpr, WARPS: gl.constexpr
 ):
     """Parts that are loaded already, and those `first` to `end`, added up in an order that is always the same."""
+    EACH: gl.constexpr = x.shape[0] // WARPS
     maximum, length, total = _fold(maxima, lengths, x, WARPS)
-    for start in range(first, end, WARPS):
-        later = _load_parts(stats, sums, start, end, TILE, SHAPE, WARPS, 1)
+    for start in range(first, end, EACH * WARPS):
+        later = _load_parts(stats, sums, start, end, TILE, SHAPE, WARPS, EACH)
         new_maximum, new_length, new = _fold(later[0], later[1], later[2], WARPS)
         higher = gl.maximum(maximum, new_maximum)
         old_share, new_share = exp2(maximum - higher), exp2(new_maximum - higher)
@@ -242,23 +243,23 @@ def reduce_parts(
     out,
     SHAPE: gl.constexpr,
     WARPS: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
     """Parts 0 to `window_parts`, of the windows, and `first_part` to `end_part`, of codes, to the output. On the way
     sums over codes leave the values' coded space, on the tensor core in two parts of fp16 in neighbouring columns.
     """
     D: gl.constexpr = SHAPE.head_dim
     TILES: gl.constexpr = SHAPE.tiles
-    EACH: gl.constexpr = 8 if D <= 128 else 4
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
     for t in gl.static_range(TILES):
         # As many as mostly are all are on their way before the first is used.
         wide = _load_parts(stats, sums, 0, window_parts, t, SHAPE, WARPS, 1)
-        coded = _load_parts(stats, sums, first_part, end_part, t, SHAPE, WARPS, EACH)
+        coded = _load_parts(stats, sums, first_part, end_part, t, SHAPE, WARPS, PARTS)
         wide_maximum, wide_length, wide = _add_parts(
             wide[0], wide[1], wide[2], stats, sums, WARPS, window_parts, t, SHAPE, WARPS
         )
         code_maximum, code_length, coded = _add_parts(
-            coded[0], coded[1], coded[2], stats, sums, first_part + EACH * WARPS, end_part, t, SHAPE, WARPS
+            coded[0], coded[1], coded[2], stats, sums, first_part + PARTS * WARPS, end_part, t, SHAPE, WARPS
         )
         if output_matrix is not None:
             matrix = _operand_of(output_matrix, MMA, SHAPE, WARPS)

@@ -14,6 +14,8 @@ _WINDOW_TILE = 16
 _REGISTERS_PER_SM = 65536
 _MOST_SPLITS = 49
 """Of one sequence and KV head; the last program to arrive adds up what all have found, while the others are gone."""
+_FEW_PAGES_PER_SM = 48
+"""One sequence of 32k tokens and 8 KV heads has 31 on a GPU of 132 multiprocessors."""
 _FIXED_ROUNDS = 4
 """What a program costs beside its pages, in rounds of a page per warp: launch, query, merging of the warps, and the
 wait for the last one."""
@@ -106,20 +108,28 @@ class GluonTuning:
         """That the registers of a multiprocessor suffice for."""
         return _REGISTERS_PER_SM // (32 * self.warps * self.registers)
 
+    def parts_per_warp(self, head_dim: int) -> int:
+        """Parts that a warp of the last program has in flight when it adds them up: in 64 registers, or 128."""
+        floats = 128 if self.registers > 200 and head_dim <= 128 else 64
+        return 8 * floats // max(head_dim, 64)
 
-def tune_gluon(shape: GluonShape) -> GluonTuning:
-    """Measured on an H200 (docs/kernels/attention.md).
+
+def tune_gluon(shape: GluonShape, pages_per_sm: float) -> GluonTuning:
+    """Measured on an H200 (docs/kernels/attention.md), for so many pages of codes per multiprocessor in a launch.
 
     At head_dim 128 and up to four heads, 168 registers beat 128 although twelve warps per multiprocessor then take
-    the place of sixteen: all loads of a page are in flight before the first is used. Eight heads, or head_dim 256,
-    have twice the scores or twice the sums, and take 255.
+    the place of sixteen: all loads of a page are in flight before the first is used. Where a warp has four pages or
+    fewer, what comes after them counts for as much: with 255 registers there are fewer programs, and thus fewer parts
+    to add up. A mean key is worth two pages at a time, as both share its tensor core step. Eight heads, or head_dim
+    256, have twice the scores or twice the sums, and take all registers for one page.
     """
     if shape.head_dim == 64:
         return GluonTuning(warps=4, registers=128 if shape.tiles == 1 and not shape.mean_pairs else 168)
-    crowded = shape.tiles == 2 or shape.head_dim == 256
-    if shape.mean_pairs and not crowded:
+    if shape.tiles == 2 or shape.head_dim == 256:
+        return GluonTuning(warps=4, registers=255)
+    if shape.mean_pairs:
         return GluonTuning(warps=4, registers=255, pages=2)
-    return GluonTuning(warps=4, registers=255 if crowded else 168)
+    return GluonTuning(warps=4, registers=255 if pages_per_sm <= _FEW_PAGES_PER_SM else 168)
 
 
 @dataclass(frozen=True)
@@ -150,8 +160,9 @@ def plan_gluon(
     of sequence and head: one split each would leave a third of the GPU idle, two would take two waves for one and a
     third; they get 3, two full waves.
     """
-    tuning = tuning or tune_gluon(shape)
-    pairs, places = batch * num_kv_heads * shape.blocks, tuning.programs_per_sm() * num_sms
+    pairs = batch * num_kv_heads * shape.blocks
+    tuning = tuning or tune_gluon(shape, pairs * max_pages / num_sms)
+    places = tuning.programs_per_sm() * num_sms
     units, units_per_split = max_pages + shape.window_units, tuning.warps
     most = max(1, min(_MOST_SPLITS, -(-units // units_per_split)))
 
