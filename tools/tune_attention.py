@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,14 +24,21 @@ from subten.bench.caches import NewTokens, build_cache, layer_bytes, random_cali
 from subten.bench.machine import describe, require_gpu
 from subten.bench.shapes import Shape, parse_context
 from subten.bench.timing import copies_past, time_calls
+from subten.engine.moments import MEAN_PAIRS
 from subten.formats import PageLayout, get_format
 from subten.kernels.attention.gluon_decode import GluonScratch, attend_decode
 from subten.kernels.attention.gluon_plan import GluonPlan, GluonShape, GluonTuning, plan_gluon
 from subten.kernels.attention.triton_append import append_decode
 
 ROWS = "1x8x4,8x8x4,32x8x4,8x4x8"
-PROGRAMS = (GluonTuning(4, 128), GluonTuning(4, 168), GluonTuning(4, 255), GluonTuning(8, 128), GluonTuning(2, 255))
-SPLITS = (0.7, 1.0, 1.4)
+PROGRAMS = (
+    GluonTuning(4, 168, 1),
+    GluonTuning(4, 255, 1),
+    GluonTuning(4, 255, 2),
+    GluonTuning(8, 128, 1),
+    GluonTuning(8, 255, 2),
+)
+SPLITS = "0.7,1.0,1.4"
 """Times those that `plan_gluon` takes."""
 COMPILED_AT_ONCE = 12
 
@@ -44,14 +52,22 @@ class Measured:
     mean_key: bool
     warps: int
     registers: int
+    pages: int
+    overlap: bool
     splits: int
     us: float
 
 
 def measure(
-    row: str, context: int, mean_key: bool, tuning: GluonTuning, *, compile_only: bool = False
+    row: str,
+    context: int,
+    mean_key: bool,
+    tuning: GluonTuning,
+    factors: Sequence[float] = (1.0,),
+    *,
+    compile_only: bool = False,
 ) -> list[Measured]:
-    """All splits of one way to cut the work; with `compile_only` one launch on a small cache."""
+    """Some splits of one way to cut the work; with `compile_only` one launch on a small cache."""
     device, layout = torch.device("cuda", torch.cuda.current_device()), PageLayout(get_format("kv2"), 128)
     shape = replace(Shape.parse(row), batch=1) if compile_only else Shape.parse(row)
     context = 1024 if compile_only else context
@@ -62,15 +78,15 @@ def measure(
     tokens = NewTokens.random(shape, device)
     layers = [cache.layers.layer(index) for index in range(copies)]
     queries = [append_decode(tokens.q, tokens.k, tokens.v, layer, cache.inputs, integer=True) for layer in layers]
-    of_layer = GluonShape.of(layout, shape.group, mean_key)
+    of_layer = GluonShape.of(layout, shape.group, MEAN_PAIRS if mean_key else 0)
     num_sms, max_pages = (
         torch.cuda.get_device_properties(device).multi_processor_count,
         cache.inputs.block_table.shape[1],
     )
     chosen = plan_gluon(of_layer, shape.batch, shape.kv_heads, max_pages, num_sms, tuning)
     found = []
-    for splits in sorted({max(1, round(chosen.splits * factor)) for factor in SPLITS}):
-        plan = GluonPlan(splits, chosen.pages_per_split, tuning)
+    for splits in sorted({max(1, round(chosen.splits * factor)) for factor in factors}):
+        plan = GluonPlan(splits, chosen.units_per_split, tuning)
         scratch = GluonScratch.allocate(queries[0], layers[0], plan)
         calls = [
             partial(attend_decode, query, layer, cache.inputs, 128**-0.5, plan, scratch)
@@ -80,7 +96,7 @@ def measure(
             calls[0]()
             break
         us = time_calls(calls).us
-        found.append(Measured(row, context, mean_key, tuning.warps, tuning.registers, splits, us))
+        found.append(Measured(row, context, mean_key, **asdict(tuning), splits=splits, us=us))
     return found
 
 
@@ -91,10 +107,12 @@ def main() -> None:
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--context", default="32k")
     parser.add_argument("--mean-key", action="store_true")
+    parser.add_argument("--splits", default=SPLITS, help="times those of the plan")
     parser.add_argument("--commit")
     args = parser.parse_args()
     machine = describe(require_gpu(), args.commit)
     rows, context = args.rows.split(","), parse_context(args.context)
+    factors = [float(text) for text in args.splits.split(",")]
     kinds = {Shape.parse(row).group: row for row in rows}
     with ProcessPoolExecutor(COMPILED_AT_ONCE, mp_context=multiprocessing.get_context("spawn")) as pool:
         for row in kinds.values():
@@ -102,10 +120,13 @@ def main() -> None:
                 pool.submit(partial(measure, row, context, args.mean_key, tuning, compile_only=True))
     results: list[Measured] = []
     for row in rows:
-        of_row = [one for tuning in PROGRAMS for one in measure(row, context, args.mean_key, tuning)]
+        of_row = [one for tuning in PROGRAMS for one in measure(row, context, args.mean_key, tuning, factors)]
         of_row.sort(key=lambda one: one.us)
         results += of_row
-        listed = ", ".join(f"{one.us:.1f} us ({one.warps}w {one.registers}r {one.splits}s)" for one in of_row)
+        listed = ", ".join(
+            f"{one.us:.1f} us ({one.warps}w {one.registers}r {one.pages}p{'o' * one.overlap} {one.splits}s)"
+            for one in of_row
+        )
         print(f"{row} at {args.context}: {listed}", flush=True)
     content: dict[str, Any] = {"machine": asdict(machine), "decode": [asdict(one) for one in results]}
     args.out.write_text(json.dumps(content, indent=1) + "\n")

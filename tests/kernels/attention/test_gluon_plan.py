@@ -22,7 +22,7 @@ KV2 = PageLayout(get_format("kv2"), 128)
     [(1, 8, 4, 1), (8, 8, 4, 1), (32, 8, 4, 2), (8, 4, 8, 1), (1, 8, 16, 1)],
 )
 def test_programs_fill_whole_waves(batch: int, num_kv_heads: int, group: int, waves: int) -> None:
-    shape = GluonShape.of(KV2, group, removed_mean=False)
+    shape = GluonShape.of(KV2, group, mean_pairs=0)
     plan = plan_gluon(shape, batch, num_kv_heads, 512, NUM_SMS)
     places = plan.tuning.programs_per_sm() * NUM_SMS
     programs = batch * num_kv_heads * shape.blocks * plan.splits
@@ -33,10 +33,11 @@ def test_programs_fill_whole_waves(batch: int, num_kv_heads: int, group: int, wa
 def test_every_plan_has_enough_programs_and_none_without_pages(
     batch: int, heads: int, pages: int, group: int
 ) -> None:
-    shape = GluonShape.of(KV2, group, removed_mean=True)
+    shape = GluonShape.of(KV2, group, mean_pairs=16)
     plan = plan_gluon(shape, batch, heads, pages, NUM_SMS)
-    assert 1 <= plan.splits <= -(-(pages + shape.window_units) // plan.pages_per_split)
-    assert plan.tuning == tune_gluon(shape)
+    assert 1 <= plan.splits <= -(-(pages + shape.window_units) // plan.units_per_split)
+    assert plan.tuning == tune_gluon(shape, batch * heads * shape.blocks * pages / NUM_SMS)
+    assert pages <= plan.splits * 128 * plan.tuning.warps
     assert plan.tuning.registers <= 255
     assert plan.tuning.programs_per_sm() >= 1
 
@@ -65,25 +66,33 @@ def test_matrices_are_fragments_of_the_tensor_core(head_dim: int) -> None:
     2 j and 2 j + 1, and those eight further right."""
     calibration = calibrated(PageLayout(get_format("kv2"), head_dim), 2)
     rope = rope_table(RopeSpec(head_dim, theta=10_000.0), 300, CPU)
-    tables = GluonTables.of([calibration.coding], rope)
+    mean = torch.zeros(1, 2, head_dim)
+    pairs = torch.tensor([[3, 5, 8, 9, 11, 20, 21, 22, 25, 30], [0, 1, 2, 7, 14, 15, 16, 17, 18, 19]])
+    mean[0].scatter_(1, pairs, 1.0).scatter_(1, pairs + head_dim // 2, 2.0)
+    tables = GluonTables.of([calibration.coding], mean, rope, sinks=7)
     assert tables.output_matrix is not None
     assert tables.output_scale is not None
+    assert tables.mean_pairs is not None
+    assert tables.mean is not None
     assert tables.within is not None
-    matrix = (
-        tables.output_matrix[0, 1].view(head_dim // 16, head_dim // 16, 8, 4, 8).float() * tables.output_scale[0, 1]
-    )
-    exact = calibration.coding.value.from_coded[1].T
+    matrix = tables.output_matrix[0, 1].view(head_dim // 16, head_dim // 16, 8, 4, 8).float()
+    exact = calibration.coding.value.from_coded[1].T / tables.output_scale[0, 1]
     for step, tile, r, j, index in torch.randint(0, 4, (50, 5)).tolist():
         low, half, right = index % 2, index // 2 % 2, index // 4
         element = exact[16 * tile + 8 * half + r, 16 * step + 8 * right + 2 * j + low]
         assert abs(float(matrix[step, tile, r, j, index] - element)) <= 1e-3
-    within = tables.within.view(head_dim // 32, 2, 4, 8, 4, 8).float()
-    table = torch.cat([rope.cos[:64], rope.sin[:64]], dim=1)
-    for chunk, step, tile, r, j, index in torch.randint(0, 2, (50, 6)).tolist():
-        low, half, pair = index % 2, index // 2 % 2, index // 4
-        slot = 16 * tile + 8 * half + r
-        element = table[slot % 8 * 8 + slot // 8, 32 * chunk + 8 * j + 4 * step + 2 * pair + low]
-        assert abs(float(within[chunk, step, tile, r, j, index] - element)) <= 1e-3
+    assert tables.num_mean_pairs == 16
+    assert torch.equal(tables.mean_pairs[0, :, :10], pairs.int())
+    assert torch.equal(tables.mean[0, :, :, :10], torch.tensor([1.0, 2.0])[:, None].expand(2, 2, 10))
+    assert not tables.mean[..., 10:].any()
+    within = tables.within[0, 1].view(2, 4, 8, 4, 8).float()
+    for eight, tile, r, j, index in torch.randint(0, 2, (50, 5)).tolist():
+        low, half, sideways = index % 2, index // 2 % 2, index // 4
+        slot, pair = 16 * tile + 8 * half + r, tables.mean_pairs[0, 1, 8 * eight + 2 * j + low]
+        angle = (rope.sin if sideways else rope.cos)[slot % 8 * 8 + slot // 8, pair]
+        assert abs(float(within[eight, tile, r, j, index] - angle)) <= 1e-3
+    assert tables.starts is not None
+    assert torch.equal(tables.starts[2], torch.stack([rope.cos[7 + 128], rope.sin[7 + 128]], dim=-1))
 
 
 def test_tables_are_made_for_what_the_kernel_serves() -> None:

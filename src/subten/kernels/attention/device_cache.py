@@ -182,7 +182,7 @@ class CodingTables:
         means, rope, rotation = _mean(mean_keys)
         gluon = None
         if why_not_gluon(layout) is None and query_matrix is not None:
-            gluon = GluonTables.of(codings, rope)
+            gluon = GluonTables.of(codings, means, rope, layout.format.sinks)
         return cls(
             _code(layout.format.key, codings[0].key),
             _code(layout.format.value, codings[0].value),

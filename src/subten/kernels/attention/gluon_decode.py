@@ -1,8 +1,8 @@
 """Device kernel of `kv_attention` for decoding from `kv2` pages on sm_90, in Gluon: Triton with layouts by hand.
 
 One launch, as in triton_decode.py, which serves all other formats and GPUs and is the one to read first: a program
-takes some pages of one sequence and KV head (the first one the 16-bit windows before them), and the last to arrive
-adds up what all have found, in their order. What differs is how a warp works through a page;
+takes some pages of one sequence and KV head (the first ones some of the 16-bit windows), and the last to arrive adds
+up what all have found, in their order. What differs is how a warp works through a page;
 docs/kernels/attention.md has the reasons and the measurements.
 
 - q . k is a product of small integers. Codes are 0..3, or 0..12 where they stay two bits further up, four channels
@@ -31,10 +31,11 @@ from triton.experimental.gluon import language as gl
 from subten.errors import KernelUnavailableError
 from subten.kernels.attention.decode_kernel import DecodeKernel
 from subten.kernels.attention.device_cache import PagedLayers
-from subten.kernels.attention.gluon_codes import attend_codes
+from subten.kernels.attention.gluon_codes import ask_for_pages, attend_codes
 from subten.kernels.attention.gluon_parts import reduce_parts
 from subten.kernels.attention.gluon_plan import GluonPlan, GluonShape, plan_gluon, why_not_gluon
-from subten.kernels.attention.gluon_window import attend_window
+from subten.kernels.attention.gluon_ptx import let_next_kernel_start, wait_for_previous_kernel
+from subten.kernels.attention.gluon_window import ask_for_window, attend_window
 from subten.kernels.attention.inputs import AttentionInputs
 from subten.kernels.attention.triton_append import DecodeQuery
 
@@ -63,8 +64,8 @@ class GluonScratch:
     def allocate(cls, query: DecodeQuery, layer: PagedLayers, plan: GluonPlan) -> GluonScratch:
         """For such queries over `layer`, and over all layers of its format and shape."""
         (batch, num_heads, head_dim), num_kv_heads = query.q.shape, layer.pages.shape[2]
-        shape = GluonShape.of(layer.layout, num_heads // num_kv_heads, removed_mean=False)
-        pairs, parts = num_kv_heads * shape.blocks, plan.splits + 1
+        shape = GluonShape.of(layer.layout, num_heads // num_kv_heads, mean_pairs=0)
+        pairs, parts = num_kv_heads * shape.blocks, 2 * plan.splits
         return cls(
             query.q.new_empty(batch, pairs, parts, 2, 4 * shape.tiles, dtype=torch.float32),
             query.q.new_empty(batch, pairs, parts, shape.tiles, 4 * head_dim, dtype=torch.float32),
@@ -108,14 +109,13 @@ def attend_decode(
     reason = why_not_gluon(layer.layout)
     if reason is not None:
         raise KernelUnavailableError(reason)
-    group = query.q.shape[1] // layer.pages.shape[2]
-    shape = GluonShape.of(layer.layout, group, layer.tables.mean is not None, sliding_window)
+    shape = _shape(query, layer, sliding_window)
     plan = plan or _default_plan(query, layer, inputs.block_table.shape[1], shape)
     scratch = scratch or GluonScratch.allocate(query, layer, plan)
     out = torch.empty_like(query.q, memory_format=torch.contiguous_format)
     arguments = decode_arguments(query, layer, inputs, scale, plan, scratch, shape, sink_logits, out)
     decode_kernel[(plan.splits, layer.pages.shape[2] * shape.blocks, len(query.q))](
-        **arguments, num_warps=plan.tuning.warps, maxnreg=plan.tuning.registers
+        **arguments, num_warps=plan.tuning.warps, maxnreg=plan.tuning.registers, launch_pdl=plan.tuning.overlap
     )
     return out
 
@@ -124,10 +124,15 @@ def prepare_decode(
     query: DecodeQuery, layer: PagedLayers, max_pages: int, *, sliding_window: int | None = None
 ) -> tuple[GluonPlan, GluonScratch]:
     """Plan and scratch of `attend_decode`, for all steps and layers of these shapes and sequences of `max_pages`."""
-    group = query.q.shape[1] // layer.pages.shape[2]
-    shape = GluonShape.of(layer.layout, group, layer.tables.mean is not None, sliding_window)
+    shape = _shape(query, layer, sliding_window)
     plan = _default_plan(query, layer, max_pages, shape)
     return plan, GluonScratch.allocate(query, layer, plan)
+
+
+def _shape(query: DecodeQuery, layer: PagedLayers, sliding_window: int | None) -> GluonShape:
+    assert layer.tables.gluon is not None
+    group = query.q.shape[1] // layer.pages.shape[2]
+    return GluonShape.of(layer.layout, group, layer.tables.gluon.num_mean_pairs, sliding_window)
 
 
 def _default_plan(query: DecodeQuery, layer: PagedLayers, max_pages: int, shape: GluonShape) -> GluonPlan:
@@ -165,10 +170,10 @@ def decode_arguments(
         "context_len": inputs.context_len,
         "block_table": inputs.block_table,
         "window_slot": inputs.window_slot,
-        "mean": tables.mean,
-        "within": gluon_tables.within if shape.removed_mean else None,
-        "rope_cos": tables.rope and tables.rope.cos,
-        "rope_sin": tables.rope and tables.rope.sin,
+        "mean_pairs": gluon_tables.mean_pairs,
+        "mean": gluon_tables.mean,
+        "within": gluon_tables.within,
+        "starts": gluon_tables.starts,
         "output_matrix": gluon_tables.output_matrix,
         "output_scale": gluon_tables.output_scale,
         "sink_logits": sink_logits,
@@ -183,9 +188,11 @@ def decode_arguments(
         "values_stride": windows.stride(1),
         "window_head_stride": windows.stride(2),
         "table_stride": inputs.block_table.stride(0),
-        "pages_per_split": plan.pages_per_split,
+        "units_per_split": plan.units_per_split,
         "SHAPE": shape,
         "WARPS": plan.tuning.warps,
+        "PAGES": plan.tuning.pages,
+        "PARTS": plan.tuning.parts_per_warp(shape.head_dim),
     }
 
 
@@ -193,9 +200,8 @@ def decode_arguments(
 
 
 @gluon.jit
-def _extent(context_len, row, splits, pages_per_split, SHAPE: gl.constexpr):
-    """What a sequence has to read, and in how many parts. The 16-bit windows belong to the first part and count as
-    `window_units` pages there."""
+def _extent(context_len, row, SHAPE: gl.constexpr):
+    """What a sequence has to read: tokens, slots of the windows, coded tokens and their pages."""
     length = gl.load(context_len + row) + 1
     in_window = gl.minimum(length, SHAPE.sinks + SHAPE.ring)
     end_token = length - in_window
@@ -203,14 +209,10 @@ def _extent(context_len, row, splits, pages_per_split, SHAPE: gl.constexpr):
     if SHAPE.sliding_window is not None:
         first_token = gl.minimum(gl.maximum(length - SHAPE.sliding_window - SHAPE.sinks, 0), end_token)
     first_page = first_token // 64
-    pages = gl.cdiv(end_token, 64) - first_page
-    per_part = gl.maximum(gl.cdiv(pages + SHAPE.window_units, splits), pages_per_split)
-    ahead = gl.minimum(SHAPE.window_units, per_part)
-    parts = gl.maximum(gl.cdiv(pages + ahead, per_part), 1)
-    return length, in_window, first_token, end_token, first_page, pages, per_part, ahead, parts
+    return length, in_window, first_token, end_token, first_page, gl.cdiv(end_token, 64) - first_page
 
 
-@gluon.jit(do_not_specialize=["pages_per_split"])
+@gluon.jit(do_not_specialize=["units_per_split"])
 def decode_kernel(
     q,
     steps,
@@ -220,10 +222,10 @@ def decode_kernel(
     context_len,
     block_table,
     window_slot,
+    mean_pairs,
     mean,
     within,
-    rope_cos,
-    rope_sin,
+    starts,
     output_matrix,
     output_scale,
     sink_logits,
@@ -238,70 +240,87 @@ def decode_kernel(
     values_stride,
     window_head_stride,
     table_stride,
-    pages_per_split,
+    units_per_split,
     SHAPE: gl.constexpr,
     WARPS: gl.constexpr,
+    PAGES: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
     """Grid: (splits, num_kv_heads * blocks of heads, batch). The arguments are those of `decode_arguments`."""
     D: gl.constexpr = SHAPE.head_dim
     BLOCKS: gl.constexpr = (SHAPE.group + 7) // 8
     split, row = gl.program_id(0), gl.program_id(2)
-    kv_head, head = gl.program_id(1) // BLOCKS, gl.program_id(1) % BLOCKS * 8
+    kv_head, block = gl.program_id(1) // BLOCKS, gl.program_id(1) % BLOCKS
+    head = block * 8
     num_kv_heads = gl.num_programs(1) // BLOCKS
     pair = row * num_kv_heads + kv_head
     first_query = pair.to(gl.int64) * SHAPE.group
     splits = gl.num_programs(0)
-    block = gl.program_id(1) % BLOCKS
-    part = (gl.program_id(1) + row * gl.num_programs(1)).to(gl.int64) * (splits + 1)
+    part = (gl.program_id(1) + row * gl.num_programs(1)).to(gl.int64) * (2 * splits)
     stats += part * (8 * SHAPE.tiles)
     sums += part * (SHAPE.tiles * 4 * D)
     slot = gl.load(window_slot + row).to(gl.int64)
-    length, in_window, first_token, end_token, first_page, pages_of, per_part, ahead, parts = _extent(
-        context_len, row, splits, pages_per_split, SHAPE
-    )
+    length, in_window, first_token, end_token, first_page, pages_of = _extent(context_len, row, SHAPE)
+    # Sixteen slots of the windows are a unit of work as a page is one; they come first.
+    wide = gl.cdiv(in_window, 16)
+    units = wide + pages_of
+    per_part = gl.cdiv(gl.maximum(gl.cdiv(units, splits), units_per_split), WARPS) * WARPS
+    parts = gl.cdiv(units, per_part)
+    first_unit = split * per_part
+    begin, end = first_unit * 16, gl.minimum((first_unit + per_part) * 16, in_window)
+    first = gl.maximum(first_unit - wide, 0)
+    stop = gl.minimum(first_unit + per_part - wide, pages_of)
+    keys = windows + slot * window_stride + kv_head * window_head_stride
+    records = pages + kv_head.to(gl.int64) * record_stride
+    table = block_table + row.to(gl.int64) * table_stride
+    if slot >= 0:
+        if begin < end:
+            ask_for_window(keys, keys + values_stride, begin, end, SHAPE, WARPS)
+        if first < stop:
+            ask_for_pages(records, page_stride, table, first_page + first, first_page + stop, SHAPE, WARPS)
+    wait_for_previous_kernel()
+    let_next_kernel_start()
     works = False
     if slot >= 0:
         works = split < parts
-        if split == 0:
-            keys = windows + slot * window_stride + kv_head * window_head_stride
+        if begin < end:
             attend_window(
                 q + first_query * D,
                 keys,
                 keys + values_stride,
-                in_window,
+                begin,
+                end,
                 length,
                 head,
                 scale,
-                stats,
-                sums,
+                stats + split * (8 * SHAPE.tiles),
+                sums + split * (SHAPE.tiles * 4 * D),
                 SHAPE,
                 WARPS,
             )
-        first = gl.maximum(split * per_part - ahead, 0)
-        stop = gl.minimum((split + 1) * per_part - ahead, pages_of)
         if first < stop:
-            end = gl.minimum(end_token, (first_page + stop) * 64)
             attend_codes(
                 q + first_query * D,
                 steps + (pair.to(gl.int64) * BLOCKS + block) * (SHAPE.tiles * 8 * D),
                 numbers + (pair.to(gl.int64) * BLOCKS + block) * (SHAPE.tiles * 16),
-                pages + kv_head.to(gl.int64) * record_stride,
+                records,
                 page_stride,
-                block_table + row.to(gl.int64) * table_stride,
+                table,
                 first_page + first,
                 first_page + stop,
                 first_token,
-                end,
+                gl.minimum(end_token, (first_page + stop) * 64),
                 head,
                 scale,
-                mean + kv_head * D if SHAPE.removed_mean else mean,
-                within,
-                rope_cos,
-                rope_sin,
-                stats + (split + 1) * (8 * SHAPE.tiles),
-                sums + (split + 1) * (SHAPE.tiles * 4 * D),
+                mean_pairs + kv_head * SHAPE.mean_pairs if SHAPE.mean_pairs else mean_pairs,
+                mean + kv_head * (2 * SHAPE.mean_pairs) if SHAPE.mean_pairs else mean,
+                within + kv_head * (128 * SHAPE.mean_pairs) if SHAPE.mean_pairs else within,
+                starts,
+                stats + (splits + split) * (8 * SHAPE.tiles),
+                sums + (splits + split) * (SHAPE.tiles * 4 * D),
                 SHAPE,
                 WARPS,
+                PAGES,
             )
     elif split == 0:
         L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -323,8 +342,19 @@ def decode_kernel(
             logits = sink_logits
             if sink_logits is not None:
                 logits = sink_logits + kv_head * SHAPE.group
-            first_part = gl.where((pages_of > 0) & (per_part > ahead), 1, 2)
             reduce_parts(
-                stats, sums, head, first_part, parts + 1, matrix, factor, logits, out + first_query * D, SHAPE, WARPS
+                stats,
+                sums,
+                head,
+                gl.cdiv(wide, per_part),
+                splits + gl.where(pages_of > 0, wide // per_part, parts),
+                splits + parts,
+                matrix,
+                factor,
+                logits,
+                out + first_query * D,
+                SHAPE,
+                WARPS,
+                PARTS,
             )
             gl.store(arrived + ticket, 0)

@@ -84,6 +84,14 @@ def half_values_layout(warps):
 
 
 @gluon.constexpr_function
+def wide_values_layout(warps, head_dim):
+    """[warps, 16 slots, head_dim]: eight neighbouring channels 8 r + i of the slots that an operand has there."""
+    regs = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 8, 0]]
+    regs += [[0, 0, 64 << i] for i in range((head_dim // 64).bit_length() - 1)]
+    return linear(regs, [[0, 2, 0], [0, 4, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]], [warps, 16, head_dim])
+
+
+@gluon.constexpr_function
 def fragment_layout(warps, halves):
     """[warps, halves, 8 g, 4 heads, 4]: g = lane / 4, head = lane % 4, the rest in registers."""
     regs = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2]] + [[0, 1 << i, 0, 0, 0] for i in range(halves.bit_length() - 1)]
@@ -92,8 +100,23 @@ def fragment_layout(warps, halves):
 
 
 @gluon.constexpr_function
-def part_layout(parts, halves, warps):
-    """[parts, halves, 8, 4, 4]: parts in registers, the rest over all threads, neighbours in memory side by side."""
+def parts_layout(each, halves, warps):
+    """[each * warps parts, halves, 8 g, 4 heads, 4], as `fragment_layout`: every warp has parts of its own."""
+    regs = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2]] + [[0, 1 << i, 0, 0, 0] for i in range(halves.bit_length() - 1)]
+    regs += [[warps << i, 0, 0, 0, 0] for i in range(each.bit_length() - 1)]
+    lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
+    return gl.DistributedLinearLayout(
+        reg_bases=regs,
+        lane_bases=lanes,
+        warp_bases=warp_bases(warps, 5),
+        block_bases=[],
+        shape=[each * warps, halves, 8, 4, 4],
+    )
+
+
+@gluon.constexpr_function
+def merged_layout(halves, warps):
+    """[warps, halves, 8, 4, 4] with the warps' results in registers, and their elements over all threads."""
     bases = [
         [0, 0, 0, 0, 1],
         [0, 0, 0, 0, 2],
@@ -107,9 +130,12 @@ def part_layout(parts, halves, warps):
     threads = 5 + warps.bit_length() - 1
     own = max(0, len(bases) - threads)
     spread = bases[own:] + [[0, 0, 0, 0, 0]] * (threads - len(bases) + own)
-    regs = bases[:own] + [[1 << i, 0, 0, 0, 0] for i in range(parts.bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        reg_bases=regs, lane_bases=spread[:5], warp_bases=spread[5:], block_bases=[], shape=[parts, halves, 8, 4, 4]
+        reg_bases=bases[:own] + warp_bases(warps, 5),
+        lane_bases=spread[:5],
+        warp_bases=spread[5:],
+        block_bases=[],
+        shape=[warps, halves, 8, 4, 4],
     )
 
 
@@ -132,17 +158,25 @@ def matrix_layout(n, warps):
 
 
 @gluon.constexpr_function
-def table_layout(warps):
-    """[2 steps, 4 tiles, 8 g, 4 j, 8]: operands of [64 tokens, 32] as they lie in memory; all warps hold it."""
-    regs = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 0, 0, 0, 4], [0, 1, 0, 0, 0], [0, 2, 0, 0, 0], [1, 0, 0, 0, 0]]
-    lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
+def rotations_layout(warps):
+    """[4 tiles, 8 r, 4 j, 8]: an operand of [64 tokens, 16] as it lies in memory; all warps hold it."""
+    regs = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [1, 0, 0, 0], [2, 0, 0, 0]]
+    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]]
     return gl.DistributedLinearLayout(
         reg_bases=regs,
         lane_bases=lanes,
-        warp_bases=[[0] * 5] * (warps.bit_length() - 1),
+        warp_bases=[[0] * 4] * (warps.bit_length() - 1),
         block_bases=[],
-        shape=[2, 4, 8, 4, 8],
+        shape=[4, 8, 4, 8],
     )
+
+
+@gluon.constexpr_function
+def turns_layout(warps):
+    """[warps, 8 pairs, 8 columns, 2]: pairs 2 j and 2 j + 1 and column r, as half an operand of [16, 8] has them, and
+    two numbers of each."""
+    lanes = [[0, 2, 0, 0], [0, 4, 0, 0], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0]]
+    return linear([[0, 0, 0, 1], [0, 1, 0, 0]], lanes, [warps, 8, 8, 2])
 
 
 @gluon.constexpr_function

@@ -14,6 +14,11 @@ _WINDOW_TILE = 16
 _REGISTERS_PER_SM = 65536
 _MOST_SPLITS = 49
 """Of one sequence and KV head; the last program to arrive adds up what all have found, while the others are gone."""
+_MOST_PAGES_PER_WARP = 128
+"""The tensor core rounds sums towards zero. That is little of a sum of codes, which are not negative, but not of what is
+left of it when many tokens with weights alike average to little: seen at 512 pages per warp."""
+_FEW_PAGES_PER_SM = 48
+"""One sequence of 32k tokens and 8 KV heads has 31 on a GPU of 132 multiprocessors."""
 _FIXED_ROUNDS = 4
 """What a program costs beside its pages, in rounds of a page per warp: launch, query, merging of the warps, and the
 wait for the last one."""
@@ -34,7 +39,8 @@ class GluonShape:
         value_codes: offset of the values' codes.
         value_scale: offset of the values' grids.
         kept: offset of the kept pairs, the last plane.
-        removed_mean: whether a mean key was taken out of the keys.
+        record_bytes: of a page and head.
+        mean_pairs: rotary pairs, a multiple of eight, in which a mean key was taken out of the keys; 0 for none.
         sliding_window: tokens that a query sees, itself included; None means all.
     """
 
@@ -48,7 +54,8 @@ class GluonShape:
     value_codes: int
     value_scale: int
     kept: int
-    removed_mean: bool
+    record_bytes: int
+    mean_pairs: int
     sliding_window: int | None
 
     @property
@@ -57,7 +64,7 @@ class GluonShape:
         return -(-self.group // (4 * self.tiles))
 
     @classmethod
-    def of(cls, layout: PageLayout, group: int, removed_mean: bool, sliding_window: int | None = None) -> GluonShape:
+    def of(cls, layout: PageLayout, group: int, mean_pairs: int, sliding_window: int | None = None) -> GluonShape:
         """Of a layer with pages that `why_not_gluon` has no objection to."""
         fmt = layout.format
         words = {name: plane.offset // 2 for name, plane in layout.planes.items()}
@@ -72,7 +79,8 @@ class GluonShape:
             value_codes=words["value_codes"],
             value_scale=words["value_scale"],
             kept=words["kept_pair"],
-            removed_mean=removed_mean,
+            record_bytes=layout.record_bytes,
+            mean_pairs=mean_pairs,
             sliding_window=sliding_window,
         )
 
@@ -84,27 +92,47 @@ def head_tiles(group: int) -> int:
 
 @dataclass(frozen=True)
 class GluonTuning:
-    """Warps of a program, a power of two, each on a page of its own; and registers of a thread."""
+    """How the kernel goes through its work.
+
+    Attributes:
+        warps: of a program, a power of two.
+        registers: of a thread.
+        pages: that a warp has in flight at a time.
+        overlap: whether programs begin while the kernel before this one ends. They only ask for pages of codes before
+            they wait for its results (programmatic dependent launch).
+    """
 
     warps: int
     registers: int
+    pages: int = 1
+    overlap: bool = True
 
     def programs_per_sm(self) -> int:
         """That the registers of a multiprocessor suffice for."""
         return _REGISTERS_PER_SM // (32 * self.warps * self.registers)
 
+    def parts_per_warp(self, head_dim: int) -> int:
+        """Parts that a warp of the last program has in flight when it adds them up: in 64 registers, or 128."""
+        floats = 128 if self.registers > 200 and head_dim <= 128 else 64
+        return 8 * floats // max(head_dim, 64)
 
-def tune_gluon(shape: GluonShape) -> GluonTuning:
-    """Measured on an H200 (docs/kernels/attention.md).
+
+def tune_gluon(shape: GluonShape, pages_per_sm: float) -> GluonTuning:
+    """Measured on an H200 (docs/kernels/attention.md), for so many pages of codes per multiprocessor in a launch.
 
     At head_dim 128 and up to four heads, 168 registers beat 128 although twelve warps per multiprocessor then take
-    the place of sixteen: all loads of a page are in flight before the first is used. Eight heads, or head_dim 256,
-    have twice the scores or twice the sums, and take 255.
+    the place of sixteen: all loads of a page are in flight before the first is used. Where a warp has four pages or
+    fewer, what comes after them counts for as much: with 255 registers there are fewer programs, and thus fewer parts
+    to add up. A mean key is worth two pages at a time, as both share its tensor core step. Eight heads, or head_dim
+    256, have twice the scores or twice the sums, and take all registers for one page.
     """
     if shape.head_dim == 64:
-        return GluonTuning(warps=4, registers=128 if shape.tiles == 1 and not shape.removed_mean else 168)
-    crowded = shape.tiles == 2 or shape.head_dim == 256
-    return GluonTuning(warps=4, registers=255 if crowded else 168)
+        return GluonTuning(warps=4, registers=128 if shape.tiles == 1 and not shape.mean_pairs else 168)
+    if shape.tiles == 2 or shape.head_dim == 256:
+        return GluonTuning(warps=4, registers=255)
+    if shape.mean_pairs:
+        return GluonTuning(warps=4, registers=255, pages=2)
+    return GluonTuning(warps=4, registers=255 if pages_per_sm <= _FEW_PAGES_PER_SM else 168)
 
 
 @dataclass(frozen=True)
@@ -114,12 +142,12 @@ class GluonPlan:
     Attributes:
         splits: programs that share one sequence and KV head. How many of them have work is decided on the device, by
             the sequence's length.
-        pages_per_split: pages that a program takes before another one gets any.
+        units_per_split: pages that a program takes before another one gets any.
         tuning: of the kernel.
     """
 
     splits: int
-    pages_per_split: int
+    units_per_split: int
     tuning: GluonTuning
 
 
@@ -130,22 +158,25 @@ def plan_gluon(
 
     A launch takes as many waves as its programs need of the places there are, and a wave as many rounds as a program
     has pages per warp, and some more (`_FIXED_ROUNDS`). Examples for head_dim 128 in groups of 4 on 132
-    multiprocessors, which hold 396 programs: one sequence of 512 pages (32k tokens) and 8 heads gets 44 splits, three
-    rounds each. 8 sequences get 6 splits, one wave of 384 programs: 7 would be two waves. 32 sequences are 256 pairs
-    of sequence and head: one split each would leave a third of the GPU idle, two would take two waves for one and a
-    third; they get 3, two full waves.
+    multiprocessors: one sequence of 512 pages (32k tokens) and 8 heads gets 33 splits on 264 places, four rounds each.
+    8 sequences have 396 places and get 6 splits, one wave of 384 programs: 7 would be two waves. 32 sequences are 256
+    pairs of sequence and head: one split each would leave a third of the GPU idle, two would take two waves for one
+    and a third; they get 3, two full waves.
     """
-    tuning = tuning or tune_gluon(shape)
-    pairs, places = batch * num_kv_heads * shape.blocks, tuning.programs_per_sm() * num_sms
-    units, pages_per_split = max_pages + shape.window_units, 2 * tuning.warps
-    most = max(1, min(_MOST_SPLITS, -(-units // pages_per_split)))
+    pairs = batch * num_kv_heads * shape.blocks
+    tuning = tuning or tune_gluon(shape, pairs * max_pages / num_sms)
+    places = tuning.programs_per_sm() * num_sms
+    units, units_per_split = max_pages + shape.window_units, tuning.warps
+    least = max(1, -(-max_pages // (_MOST_PAGES_PER_WARP * tuning.warps)))
+    most = max(least, min(_MOST_SPLITS, -(-units // units_per_split)))
 
     def rounds(splits: int) -> int:
         waves = -(-pairs * splits // places)
         pages = -(-units // splits)
-        return waves * (-(-pages // tuning.warps) + _FIXED_ROUNDS)
+        at_once = tuning.warps * tuning.pages
+        return waves * (-(-pages // at_once) * tuning.pages + _FIXED_ROUNDS)
 
-    return GluonPlan(min(range(1, most + 1), key=rounds), pages_per_split, tuning)
+    return GluonPlan(min(range(least, most + 1), key=rounds), units_per_split, tuning)
 
 
 def why_not_gluon(layout: PageLayout) -> str | None:

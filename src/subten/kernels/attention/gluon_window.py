@@ -9,9 +9,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from subten.kernels.attention.gluon_layouts import axis, blocks_layout, fragments_layout, mma_layout, scores_layout
+from subten.kernels.attention.gluon_layouts import (
+    axis,
+    axis_layout,
+    blocks_layout,
+    fragments_layout,
+    grids_layout,
+    mma_layout,
+    scores_layout,
+    wide_values_layout,
+)
 from subten.kernels.attention.gluon_parts import LOWEST, store_part, wide_fragments
-from subten.kernels.attention.gluon_ptx import exp2, raised, transposed
+from subten.kernels.attention.gluon_ptx import exp2, prefetch, raised, transposed
 
 
 @gluon.jit
@@ -29,15 +38,28 @@ def _query_operand(q, head, SHAPE: gl.constexpr, WARPS: gl.constexpr, QB: gl.con
 
 
 @gluon.jit
-def attend_window(q, keys, values, end, length, head, scale, stats, sums, SHAPE: gl.constexpr, WARPS: gl.constexpr):
-    """Window slots 0 to `end`, all of which hold a token, of a sequence of `length` tokens. Every warp takes 16 slots
-    at a time."""
+def ask_for_window(keys, values, begin, end, SHAPE: gl.constexpr, WARPS: gl.constexpr):
+    """Have the first slots from `begin` to `end`, 16 for each warp, brought into the L2 cache."""
+    if end >= 16:
+        warp = gl.arange(0, WARPS, layout=axis_layout(grids_layout(WARPS), 3, 0))
+        slot = gl.minimum(begin + 16 * warp, end - 16)
+        prefetch(keys + slot * SHAPE.head_dim, 32 * SHAPE.head_dim)
+        prefetch(values + slot * SHAPE.head_dim, 32 * SHAPE.head_dim)
+
+
+@gluon.jit
+def attend_window(
+    q, keys, values, begin, end, length, head, scale, stats, sums, SHAPE: gl.constexpr, WARPS: gl.constexpr
+):
+    """Window slots `begin` to `end`, all of which hold a token, of a sequence of `length` tokens. Every warp takes 16
+    slots at a time."""
     TILES: gl.constexpr = SHAPE.tiles
     D: gl.constexpr = SHAPE.head_dim
     MMA: gl.constexpr = mma_layout(WARPS)
     KA: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
     QB: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
     VA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    VL: gl.constexpr = wide_values_layout(WARPS, D)
     PB: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     SC: gl.constexpr = scores_layout(WARPS, 16)
     BL: gl.constexpr = blocks_layout(WARPS, 2)
@@ -49,13 +71,16 @@ def attend_window(q, keys, values, end, length, head, scale, stats, sums, SHAPE:
         lengths += (gl.full([WARPS, 8, 4], 0.0, gl.float32, layout=L3),)
         acc += (gl.full([WARPS, D, 8], 0.0, gl.float32, layout=MMA),)
     key_slot = axis(WARPS, 0, 3, KA) * 16 + axis(16, 1, 3, KA)
-    value_slot = axis(WARPS, 0, 3, VA) * 16 + axis(16, 2, 3, VA)
-    key_channel, value_channel = axis(D, 2, 3, KA), axis(D, 1, 3, VA)
+    value_slot = axis(WARPS, 0, 3, VL) * 16 + axis(16, 1, 3, VL)
+    key_channel, value_channel = axis(D, 2, 3, KA), axis(D, 2, 3, VL)
     L: gl.constexpr = gl.SliceLayout(3, BL)
     slot = axis(WARPS, 0, 3, L) * 16 + axis(2, 1, 3, L) * 8 + axis(8, 2, 3, L)
-    for start in range(0, end, 16 * WARPS):
+    for start in range(begin, end, 16 * WARPS):
         k = gl.load(keys + (start + key_slot) * D + key_channel, mask=start + key_slot < end, other=0.0)
         v = gl.load(values + (start + value_slot) * D + value_channel, mask=start + value_slot < end, other=0.0)
+        # Rows of the product are channels 64 h + 8 r + i in the order h, i, r.
+        v = gl.permute(gl.reshape(v, [WARPS, 16, D // 64, 8, 8]), [0, 2, 4, 3, 1])
+        v = gl.convert_layout(gl.reshape(v, [WARPS, D, 16]), VA, assert_trivial=True)
         seen = start + slot < end
         if SHAPE.sliding_window is not None:
             # The ring's slots hold the latest tokens: a slot's position is the last one that falls on it.
