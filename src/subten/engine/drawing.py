@@ -1,4 +1,4 @@
-"""Tokens drawn from scores, with everything that decides it in device memory: what a CUDA graph can hold.
+"""Tokens drawn from scores, with everything that decides it in device memory: the host is not asked.
 
 The noise for candidate `v` at `position` is a hash of (seed, position, v), so that there is no generator that carries
 a state, and the Gumbel-max trick turns it into a draw: argmax(logits / temperature + gumbel) is distributed exactly

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from subten.engine.calibrate import Calibration
 from subten.engine.decode_rows import DecodeRows, DecodeWork
-from subten.engine.decode_step import Decoded, DecodeStep, padded
+from subten.engine.decode_step import Decoded, DecodeStep
 from subten.engine.layer_cache import layer_cache
 from subten.engine.loading import LoadedModel
 from subten.formats import PageLayout
@@ -102,16 +102,15 @@ class Runner:
             ]
         )
         max_pages = max(1, layout.pages_for(max_context))
-        rows = DecodeRows(padded(max_batch), max_pages, rule, model.device)
-        self.decode_step = DecodeStep(model.decoder, self._attention, rows, max_pages)
+        rows = DecodeRows(max_batch, max_pages, rule, model.device)
+        self.decode_step = DecodeStep(model.decoder, self._attention, rows)
 
     def decode(self, batch: Sequence[DecodeWork]) -> Decoded:
         """One token of each of some sequences, and the choice of the next."""
         for work in batch:
             if work.plan.copies.pages:
                 self.storage.apply(work.plan.copies)
-        self.decode_step.launch(batch)
-        return self.decode_step.result()
+        return self.decode_step.run(batch)
 
     def copy(self, copies: CopyPlan) -> None:
         """Carry out copies that belong to no step (a fork, a snapshot, a prefix hit)."""

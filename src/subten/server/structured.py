@@ -50,7 +50,8 @@ class GrammarGuard:
 
     def accept(self, token_id: int) -> None:
         """See `TokenGuard`."""
-        assert self._matcher.accept_token(token_id), "a token that the grammar forbids has been sampled"
+        accepted = self._matcher.accept_token(token_id)
+        assert accepted, "a token that the grammar forbids has been sampled"
 
     @property
     def finished(self) -> bool:
