@@ -99,10 +99,10 @@ class Scheduler:
         """
         batch: list[tuple[Request, DecodeWork]] = []
         for request in [r for r in self._running if not r.prefilling and r not in pinned]:
-            plan = self._append(request, request.cached + 1, pinned)
+            token = request.token(request.cached)
+            plan = self._append(request, (token,), pinned)
             if plan is not None:
                 assert request.sequence is not None, "a request that has room has a sequence"
-                token = request.token(request.cached)
                 batch.append((request, DecodeWork(request.sequence, plan, token, request.draw)))
                 request.cached += 1
         return batch
@@ -209,22 +209,23 @@ class Scheduler:
         """Appends to each of the requests, which come by arrival, its tokens up to a position."""
         batch: list[tuple[Request, Work]] = []
         for request, end in chosen:
-            plan = self._append(request, end, ())
+            tokens = request.tokens(request.cached, end)
+            plan = self._append(request, tokens, ())
             if plan is not None:
-                batch.append((request, Work(plan, request.tokens(plan.context_len, end))))
+                batch.append((request, Work(plan, tokens)))
                 request.cached = end
         return batch
 
-    def _append(self, request: Request, end: int, pinned: Collection[Request]) -> AppendPlan | None:
-        """Make room for a request's tokens, at the cost of younger ones if need be; None where it has to wait itself,
-        as it does once an older one has taken its pages.
+    def _append(self, request: Request, tokens: Sequence[int], pinned: Collection[Request]) -> AppendPlan | None:
+        """Make room for a request's next tokens, at the cost of younger ones if need be; None where it has to wait
+        itself, as it does once an older one has taken its pages.
 
         The oldest waits for nobody but those in the middle of a step, so that there is always one that goes on.
         Whoever has to leave has not been planned for in this step, since requests are planned for by arrival.
         """
         while request.sequence is not None:
             try:
-                return self._books.append(request.sequence, request.tokens(request.cached, end))
+                return self._books.append(request.sequence, tokens)
             except CacheMemoryError as error:
                 victim = next(r for r in reversed(self._running) if r not in pinned)
                 if victim is request and self._running == [request]:
