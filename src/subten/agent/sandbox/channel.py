@@ -35,7 +35,10 @@ class Channel:
         Raises:
             LostError: it did not in time.
         """
-        kind, _ = self._receive(time.monotonic() + seconds)
+        try:
+            kind, _ = self._receive(time.monotonic() + seconds)
+        except TimeoutError:
+            raise LostError(f"its guest did not answer within {seconds:g} s") from None
         if kind != b"r":
             raise LostError("its guest agent broke the protocol")
 

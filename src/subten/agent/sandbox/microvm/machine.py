@@ -1,0 +1,182 @@
+"""One QEMU process. Everything it opens is handed to it as an open file: it needs no paths and leaves nothing behind.
+
+QEMU runs as a user of its own where that is possible, with its seccomp filter on, without a network card, and dies
+with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from subten.agent.sandbox.channel import Channel
+from subten.agent.sandbox.identity import as_user, new_user
+from subten.agent.sandbox.microvm.counter import counter_khz
+from subten.agent.sandbox.microvm.monitor import Monitor, MonitorError
+from subten.errors import SandboxError
+
+QEMU = "qemu-system-x86_64"
+
+_SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
+_BOARD = "microvm,acpi=on,pic=off,pit=off,rtc=on,isa-serial=on,memory-backend=memory"
+_KERNEL_LINE = (
+    "console=ttyS0 quiet panic=-1 reboot=t mitigations=off random.trust_cpu=on no_timer_check tsc=reliable "
+    "lpj=4000000 8250.nr_uarts=1 rcupdate.rcu_expedited=1"
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What executes the guest's instructions.
+
+    Attributes:
+        name: "KVM" or "TCG".
+        option: QEMU's -accel.
+        processor: QEMU's -cpu.
+        groups: groups that QEMU's user needs.
+    """
+
+    name: str
+    option: str
+    processor: str
+    groups: tuple[int, ...] = ()
+
+
+TCG = Accelerator("TCG", "tcg,thread=single,tb-size=64", "qemu64")
+
+
+@dataclass(frozen=True)
+class Boot:
+    """Open files that a machine starts from.
+
+    Attributes:
+        kernel: the kernel.
+        ramdisk: the initial ramdisk.
+    """
+
+    kernel: int
+    ramdisk: int
+
+
+class Machine:
+    """A QEMU process with its monitor and the channel to its guest agent."""
+
+    def __init__(
+        self, accelerator: Accelerator, memory_mib: int, memory: tuple[int, bool] | None, root: int, boot: Boot | None
+    ) -> None:
+        """Start it.
+
+        Args:
+            accelerator: what executes.
+            memory_mib: size.
+            memory: an open file and whether writes go into it; without one the memory is the process's own.
+            root: the open root file system.
+            boot: what to boot; without it the machine waits for a state to load.
+
+        Raises:
+            SandboxError: QEMU did not start.
+        """
+        self._console = os.memfd_create("console")
+        monitor, its_monitor = socket.socketpair()
+        channel, its_channel = socket.socketpair()
+        passed = [its_monitor.fileno(), its_channel.fileno(), self._console, root]
+        if memory is None:
+            backend = f"memory-backend-ram,id=memory,size={memory_mib}M"
+        else:
+            passed.append(memory[0])
+            backend = (
+                f"memory-backend-file,id=memory,size={memory_mib}M,mem-path=/proc/self/fd/{memory[0]},"
+                f"share={'on' if memory[1] else 'off'}"
+            )
+        command = [
+            *(shutil.which(QEMU) or QEMU, "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"),
+            *("-M", _BOARD, "-accel", accelerator.option, "-cpu", accelerator.processor, "-smp", "1"),
+            *("-m", f"{memory_mib}M", "-object", backend, "-sandbox", _SANDBOX),
+            *("-chardev", f"socket,id=monitor,fd={its_monitor.fileno()}", "-mon", "chardev=monitor,mode=control"),
+            *("-chardev", f"file,id=console,path=/proc/self/fd/{self._console}", "-serial", "chardev:console"),
+            *("-device", "virtio-serial-device", "-chardev", f"socket,id=agent,fd={its_channel.fileno()}"),
+            *("-device", "virtserialport,chardev=agent,name=agent"),
+            *("-drive", f"if=none,id=root,format=raw,readonly=on,file.locking=off,file=/proc/self/fd/{root}"),
+            *("-device", "virtio-blk-device,drive=root"),
+        ]
+        if boot is None:
+            command += ["-incoming", "defer"]
+        else:
+            passed += [boot.kernel, boot.ramdisk]
+            command += ["-kernel", f"/proc/self/fd/{boot.kernel}", "-initrd", f"/proc/self/fd/{boot.ramdisk}"]
+            command += ["-append", f"{_KERNEL_LINE} tsc_early_khz={counter_khz()}"]
+        prefix = as_user(new_user(), accelerator.groups, dies_with_parent=True)
+        try:
+            self._process = _from_lasting_thread(
+                lambda: subprocess.Popen(
+                    [*prefix, *command],
+                    pass_fds=passed,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    cwd="/",
+                )
+            )
+        except OSError as error:
+            monitor.close()
+            channel.close()
+            os.close(self._console)
+            raise SandboxError(f"{QEMU} could not be started: {error}") from error
+        finally:
+            its_monitor.close()
+            its_channel.close()
+        self.process_id = self._process.pid
+        self.channel = Channel(channel)
+        try:
+            self.monitor = Monitor(monitor)
+        except MonitorError as error:
+            complaint = self.complaint()
+            self.kill()
+            monitor.close()
+            raise SandboxError(f"{QEMU} did not start: {complaint or error}") from error
+
+    def complaint(self) -> str:
+        """What QEMU or the guest's console said last; for a machine that has failed."""
+        self._process.kill()
+        assert self._process.stderr is not None
+        said = self._process.stderr.read() + b"\n" + os.pread(self._console, 1 << 20, 0)[-4096:]
+        lines = said.decode(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else ""
+
+    def kill(self) -> None:
+        """End it and close what it held. May be called again, from any thread."""
+        self._process.kill()
+        self._process.wait()
+        with contextlib.suppress(OSError):
+            if self._process.stderr is not None:
+                self._process.stderr.close()
+        self._close_console()
+
+    def close_monitor(self) -> None:
+        """For a machine that was killed."""
+        self.monitor.close()
+
+    def _close_console(self) -> None:
+        console, self._console = self._console, -1
+        if console >= 0:
+            os.close(console)
+
+
+@functools.cache
+def _lasting_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="subten-qemu")
+
+
+def _from_lasting_thread(work: Callable[[], T]) -> T:
+    """Linux signals a parent's death when the *thread* ends that started the child: start from one that lasts."""
+    return _lasting_thread().submit(work).result()
