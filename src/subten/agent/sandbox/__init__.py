@@ -5,6 +5,23 @@ A template is prepared once, with a copy of a folder; its clones are started in 
 
 from subten.agent.sandbox.changes import Change, Changes, Entry, Refusal
 from subten.agent.sandbox.interface import Clone, Limits, Output, Result, Template
+from subten.agent.sandbox.microvm import MicroVMTemplate, build_image, find_image
+from subten.agent.sandbox.pool import Pool
 from subten.agent.sandbox.process import ProcessTemplate
 
-__all__ = ["Change", "Changes", "Clone", "Entry", "Limits", "Output", "ProcessTemplate", "Refusal", "Result", "Template"]
+__all__ = [
+    "Change",
+    "Changes",
+    "Clone",
+    "Entry",
+    "Limits",
+    "MicroVMTemplate",
+    "Output",
+    "Pool",
+    "ProcessTemplate",
+    "Refusal",
+    "Result",
+    "Template",
+    "build_image",
+    "find_image",
+]

@@ -162,9 +162,13 @@ def _require_unchanged(root: int, change: Change) -> None:
     except FileNotFoundError:
         now = None
     except OSError as error:
-        raise SandboxError(f"{change.path} can't be changed: {error.strerror or error}; nothing was written") from error
+        raise SandboxError(
+            f"{change.path} can't be changed: {error.strerror or error}; nothing was written"
+        ) from error
     before = change.before
-    if (now is None) != (before is None) or (now and before and (now.kind, now.content) != (before.kind, before.content)):
+    if (now is None) != (before is None) or (
+        now and before and (now.kind, now.content) != (before.kind, before.content)
+    ):
         raise SandboxError(f"{change.path} has changed since the sandbox was made; nothing was written")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -224,11 +223,15 @@ class Clone(ABC):
         return gather(frames, self._workspace)
 
     @abstractmethod
+    def refresh(self) -> None:
+        """Set its clock and renew its randomness; done before a clone is handed out, and by a pool once more."""
+
+    @abstractmethod
     def branch(self) -> Clone:
         """Another clone that goes on from where this one is, while this one goes on too."""
 
     def kill(self) -> None:
-        """End it at once and free what it holds. May be called again, and while another thread waits for a command."""
+        """End it at once and free what it holds. May be called again, and while another thread waits in `exec`."""
         self._ended = True
         self._end()
         self._channel.close()
@@ -315,16 +318,6 @@ class Template(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether a condition came true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.002)
-    return True
 
 
 def _data(content: bytes) -> Iterator[Frame]:

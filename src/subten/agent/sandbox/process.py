@@ -111,7 +111,9 @@ class ProcessTemplate(Template):
     def _command(self, name: str, channel: int) -> list[str]:
         root = self.workspace.root
         limits = {"processes": self.limits.processes, "data_bytes": self.limits.memory_mib << 20}
-        shown = [item for number, path in enumerate(self._readable) for item in ("--ro-bind", self._source(number), path)]
+        shown = [
+            item for number, path in enumerate(self._readable) for item in ("--ro-bind", self._source(number), path)
+        ]
         bwrap = [
             *("bwrap", "--unshare-user", "--disable-userns", "--unshare-ipc", "--unshare-pid", "--unshare-net"),
             *("--unshare-uts", "--unshare-cgroup-try", "--new-session", "--as-pid-1", "--hostname", name),
@@ -142,7 +144,9 @@ class ProcessTemplate(Template):
 class ProcessClone(Clone):
     """A clone made of bubblewrap."""
 
-    def __init__(self, name: str, template: ProcessTemplate, channel: Channel, process: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, name: str, template: ProcessTemplate, channel: Channel, process: subprocess.Popen[bytes]
+    ) -> None:
         """For ProcessTemplate."""
         super().__init__(name, TIER, template.limits, template.workspace, channel)
         self._template = template
@@ -156,6 +160,10 @@ class ProcessClone(Clone):
         """
         self._channel.wait_ready(_START_SECONDS)
         self._request({"do": "mark"})
+
+    def refresh(self) -> None:
+        """Ask whether it is alive: clock and randomness are the host's."""
+        self._request({"do": "ping"})
 
     def branch(self) -> ProcessClone:
         """Another clone with the same workspace. Files elsewhere and running processes are not in it: no VM.
@@ -195,7 +203,8 @@ def unavailable() -> str | None:
     test = (
         "mount -t tmpfs tmpfs /mnt && mkdir /mnt/u /mnt/w /mnt/m && "
         "mount -t overlay -o userxattr,lowerdir=/usr,upperdir=/mnt/u,workdir=/mnt/w overlay /mnt/m && "
-        "exec bwrap --unshare-all --unshare-user --disable-userns --as-pid-1 --ro-bind / / --proc /proc --dev /dev true"
+        "exec bwrap --unshare-all --unshare-user --disable-userns --as-pid-1 --ro-bind / / --proc /proc --dev /dev "
+        "true"
     )
     with contextlib.suppress(subprocess.TimeoutExpired):
         done = subprocess.run(
@@ -209,7 +218,7 @@ def unavailable() -> str | None:
         said = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         return (
             f"process sandboxes need user namespaces with overlay mounts, which this machine refuses: {said[-1]}; "
-            "allow them with sysctl kernel.unprivileged_userns_clone=1 or kernel.apparmor_restrict_unprivileged_userns=0"
+            "sysctl kernel.unprivileged_userns_clone=1 or kernel.apparmor_restrict_unprivileged_userns=0 allows them"
         )
     return "process sandboxes did not start within 20 s on this machine"
 
@@ -233,7 +242,7 @@ def _script(mount: Path, workspace: Path, agent: Path, limits: Limits) -> str:
     for name in _TOP_LEVEL:
         top = Path("/", name)
         if top.is_symlink():
-            lines.append(f"ln -s {shlex.quote(os.readlink(top))} {root}/{name}")
+            lines.append(f"ln -s {shlex.quote(str(top.readlink()))} {root}/{name}")
     return "\n".join(lines)
 
 

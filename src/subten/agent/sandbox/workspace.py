@@ -17,7 +17,7 @@ from subten.errors import SandboxError
 
 
 class Workspace:
-    """A private copy of a folder, links kept as links, sockets and devices left out. An empty one without a source."""
+    """A private copy of a folder: links stay links, sockets and devices are left out. Empty without a source."""
 
     def __init__(self, source: Path | None = None) -> None:
         """Copy.
@@ -93,7 +93,11 @@ def gather(frames: Iterable[tuple[bytes, bytes]], workspace: Workspace) -> Chang
 def _head(payload: bytes) -> dict[str, Any]:
     try:
         head = json.loads(payload)
-        if not isinstance(head["path"], str) or not isinstance(head["kind"], str) or not isinstance(head["mode"], int):
+        if (
+            not isinstance(head["path"], str)
+            or not isinstance(head["kind"], str)
+            or not isinstance(head["mode"], int)
+        ):
             raise TypeError
         os.fsencode(head["path"]), os.fsencode(head.get("target", ""))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -144,7 +148,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, Entry]]:
         below = pending.pop()
         here = os.open(folder / below, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            for name in sorted(os.listdir(here)):
+            for name in sorted(entry.name for entry in os.scandir(here)):
                 mode = os.stat(name, dir_fd=here, follow_symlinks=False).st_mode
                 if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
                     continue

@@ -1,1 +1,1 @@
-"""What runs inside a sandbox. Its modules import nothing but Python's standard library: they are copied into guests."""
+"""What runs inside a sandbox: it is copied there, so it imports nothing but Python's standard library."""

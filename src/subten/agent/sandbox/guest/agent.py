@@ -38,7 +38,6 @@ WORKSPACE = "/workspace"
 NEVER_EXPORTED = frozenset({".git"})
 """Folders whose content would run code on the host (hooks), by name at any depth."""
 
-_CANNOT_RUN = 127
 _BURIAL_SECONDS = 2
 _SET_DUMPABLE, _SET_NO_NEW_PRIVS = 4, 38  # linux/prctl.h
 _ADD_ENTROPY, _RESEED = 0x40085203, 0x5207  # linux/random.h: RNDADDENTROPY, RNDRESEEDCRNG
@@ -54,7 +53,7 @@ class Stream:
     """Frames over a file descriptor."""
 
     def __init__(self, descriptor: int, patient: bool) -> None:
-        """`patient`: a read of nothing means that the host has not connected yet (virtio-serial), not that it left."""
+        """`patient`: a read of nothing means that the host is not connected yet (virtio-serial), not that it left."""
         self.descriptor = descriptor
         self._patient = patient
 
@@ -94,17 +93,10 @@ class Stream:
 class Agent:
     """Answers one request after the other until the host is gone."""
 
-    def __init__(self, stream: Stream, user: int, limits: dict[str, int]) -> None:
-        """Work for the host behind `stream`.
-
-        Args:
-            stream: to the host.
-            user: user and group id of commands.
-            limits: `processes` and `data_bytes` of a command; a missing one is not limited.
-        """
+    def __init__(self, stream: Stream, user: int) -> None:
+        """Work for the host behind `stream`; what is run has that user and group id."""
         self._stream = stream
         self._user = user
-        self._limits = limits
         self._baseline: dict[str, Fingerprint] = {}
         # Readable whenever a child has ended.
         self._woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -152,20 +144,28 @@ class Agent:
         out, out_end = os.pipe2(os.O_CLOEXEC)
         err, err_end = os.pipe2(os.O_CLOEXEC)
         began = time.monotonic()
-        child = os.fork()
-        if child == 0:
-            try:
-                self._become_user()
-                for target, source in enumerate((stdin, out_end, err_end)):
-                    os.dup2(source, target)
-                os.chdir(request["cwd"])
-                os.execve(request["argv"][0], request["argv"], request["env"])
-            except OSError as error:
-                os.write(err_end, f"{error.strerror}: {error.filename or request['argv'][0]}\n".encode())
-            finally:
-                os._exit(_CANNOT_RUN)
-        for descriptor in (stdin, out_end, err_end):
-            os.close(descriptor)
+        try:
+            os.chdir(request["cwd"])
+            child = os.posix_spawn(
+                request["argv"][0],
+                request["argv"],
+                request["env"],
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, end, target) for target, end in enumerate((stdin, out_end, err_end))
+                ],
+                resetids=True,
+                setsid=True,
+                setsigmask=(),
+                setsigdef=(signal.SIGPIPE, signal.SIGCHLD),
+            )
+        except OSError as error:
+            os.close(out)
+            os.close(err)
+            raise OSError(error.errno, error.strerror, error.filename or request["argv"][0]) from None
+        finally:
+            os.chdir("/")
+            for descriptor in (stdin, out_end, err_end):
+                os.close(descriptor)
         outputs = {out: _Output(b"1"), err: _Output(b"2")}
         try:
             status, killed = self._follow(child, outputs, request["output_bytes"])
@@ -231,24 +231,6 @@ class Agent:
                 ended[found[0]] = found[1]
         return ended
 
-    def _become_user(self) -> None:
-        """In a child: a session, a user and limits of its own."""
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        _limit(resource.RLIMIT_CORE, 0)
-        if "data_bytes" in self._limits:
-            _limit(resource.RLIMIT_DATA, self._limits["data_bytes"])
-        if "processes" in self._limits:
-            _limit(resource.RLIMIT_NPROC, self._limits["processes"])
-        if os.getuid() == 0:
-            os.setgroups([])
-            os.setresgid(self._user, self._user, self._user)
-            os.setresuid(self._user, self._user, self._user)
-            _prctl(_SET_NO_NEW_PRIVS, 1)
-        os.umask(0o022)
-
     # Files
 
     def _as_user(self, work: Callable[[], None]) -> dict[str, Any]:
@@ -257,7 +239,9 @@ class Agent:
         child = os.fork()
         if child == 0:
             try:
-                self._become_user()
+                if os.geteuid() == 0:
+                    os.setresgid(self._user, self._user, self._user)
+                    os.setresuid(self._user, self._user, self._user)
                 work()
             except OSError as error:
                 os.write(writer, f"{error.strerror or error}: {error.filename or ''}".encode(errors="replace")[:4096])
@@ -359,7 +343,7 @@ class Agent:
             with open("/dev/urandom", "wb", buffering=0) as device:
                 fcntl.ioctl(device, _ADD_ENTROPY, struct.pack("ii", 8 * len(fresh), len(fresh)) + fresh)
                 fcntl.ioctl(device, _RESEED)
-        if "name" in request and os.getuid() == 0:
+        if "name" in request and os.geteuid() == 0:
             for path, text in (("/proc/sys/kernel/hostname", request["name"]), ("/etc/machine-id", request["id"])):
                 with open(path, "w") as file:
                     file.write(f"{text}\n")
@@ -468,18 +452,41 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
+def _settle(user: int, limits: dict[str, int]) -> None:
+    """Give this process what commands inherit, so that starting one takes no more than a spawn.
+
+    The real ids become those of the user: what `posix_spawn` resets the effective ones to. As process 1 the agent
+    can't be killed by the signals which that user may then send it, and as nobody may dump it, nobody may trace it.
+    """
+    _prctl(_SET_DUMPABLE, 0)
+    _prctl(_SET_NO_NEW_PRIVS, 1)
+    _limit(resource.RLIMIT_CORE, 0)
+    if "data_bytes" in limits:
+        _limit(resource.RLIMIT_DATA, limits["data_bytes"])
+    if "processes" in limits:
+        _limit(resource.RLIMIT_NPROC, limits["processes"])
+    os.umask(0o022)
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(user, 0, 0)
+        os.setresuid(user, 0, 0)
+        _prctl(_SET_DUMPABLE, 0)  # a change of ids sets it to the system's default
+
+
 def main(arguments: list[str]) -> None:
-    """`agent.py DESCRIPTOR|DEVICE USER LIMITS`: serve until the host is gone."""
+    """`agent.py DESCRIPTOR|DEVICE USER LIMITS`: serve until the host is gone.
+
+    LIMITS is JSON: `processes` and `data_bytes` of a command; what is missing is not limited.
+    """
     where, user, limits = arguments
     if where.isdigit():
         stream = Stream(int(where), patient=False)
         os.set_inheritable(stream.descriptor, False)
     else:
         stream = Stream(os.open(where, os.O_RDWR | os.O_CLOEXEC), patient=True)
-    # Commands may run as the same user: they must not be able to trace this process.
-    _prctl(_SET_DUMPABLE, 0)
+    _settle(int(user), json.loads(limits))
     with contextlib.suppress(HostGoneError, BrokenPipeError):
-        Agent(stream, int(user), json.loads(limits)).serve()
+        Agent(stream, int(user)).serve()
 
 
 if __name__ == "__main__":

@@ -33,4 +33,5 @@ def counter_khz() -> int:
             ticks, nanoseconds = read() - ticks, time.perf_counter_ns() - began
         finally:
             del first
-    return round(ticks * 1e6 / nanoseconds)
+    khz: float = ticks * 1e6 / nanoseconds
+    return round(khz)

@@ -13,8 +13,8 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from subten.agent.sandbox.guest import agent as guest_agent
@@ -59,7 +59,7 @@ class Image:
     """
 
     folder: Path
-    packages: dict[str, str]
+    packages: Mapping[str, str] = field(hash=False)
 
     @property
     def kernel(self) -> Path:
@@ -215,7 +215,9 @@ def _fetch(folder: Path, names: Sequence[str]) -> list[Path]:
 
 def _fetch_kernel(folder: Path) -> Path:
     """The kernel's own package, without the tools it depends on for being installed."""
-    names = re.findall(rf"Depends: ({_KERNEL.replace('cloud', '[0-9].*cloud')})$", _run("apt-cache", "depends", _KERNEL), re.M)
+    names = re.findall(
+        rf"Depends: ({_KERNEL.replace('cloud', '[0-9].*cloud')})$", _run("apt-cache", "depends", _KERNEL), re.M
+    )
     if not names:
         raise SandboxError(f"apt knows no kernel package behind {_KERNEL}; run apt-get update")
     folder.mkdir()
@@ -247,7 +249,9 @@ def _take_kernel(package: Path, tree: Path, built: Path) -> None:
     _run("dpkg-deb", "-x", str(package), str(tree))
     packed = next((tree / "boot").glob("vmlinuz-*")).read_bytes()
     (built / "kernel").write_bytes(_unpack_kernel(packed, tree))
-    modules = next((tree / "usr/lib/modules" if (tree / "usr/lib/modules").exists() else tree / "lib/modules").iterdir())
+    modules = next(
+        (tree / "usr/lib/modules" if (tree / "usr/lib/modules").exists() else tree / "lib/modules").iterdir()
+    )
     for name in _MODULES:
         plain = modules / "kernel" / f"{name}.ko"
         if plain.exists():  # else it is built into this kernel

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import shutil
 import socket
@@ -17,19 +18,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from subten.agent.sandbox.channel import Channel
+from subten.agent.sandbox.channel import Channel, LostError
 from subten.agent.sandbox.identity import as_user, new_user
 from subten.agent.sandbox.microvm.counter import counter_khz
+from subten.agent.sandbox.microvm.image import Image
 from subten.agent.sandbox.microvm.monitor import Monitor, MonitorError
 from subten.errors import SandboxError
 
 QEMU = "qemu-system-x86_64"
 
+BOOT_SECONDS = 60.0
+
 _SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 _BOARD = "microvm,acpi=on,pic=off,pit=off,rtc=on,isa-serial=on,memory-backend=memory"
 _KERNEL_LINE = (
     "console=ttyS0 quiet panic=-1 reboot=t mitigations=off random.trust_cpu=on no_timer_check tsc=reliable "
-    "lpj=4000000 8250.nr_uarts=1 rcupdate.rcu_expedited=1"
+    "lpj=4000000 norandmaps 8250.nr_uarts=1 rcupdate.rcu_expedited=1"
 )
 
 T = TypeVar("T")
@@ -137,12 +141,12 @@ class Machine:
             its_channel.close()
         self.process_id = self._process.pid
         self.channel = Channel(channel)
+        self.monitor = Monitor(monitor)
         try:
-            self.monitor = Monitor(monitor)
+            self.monitor.greet()
         except MonitorError as error:
             complaint = self.complaint()
             self.kill()
-            monitor.close()
             raise SandboxError(f"{QEMU} did not start: {complaint or error}") from error
 
     def complaint(self) -> str:
@@ -160,16 +164,63 @@ class Machine:
         with contextlib.suppress(OSError):
             if self._process.stderr is not None:
                 self._process.stderr.close()
-        self._close_console()
-
-    def close_monitor(self) -> None:
-        """For a machine that was killed."""
         self.monitor.close()
-
-    def _close_console(self) -> None:
         console, self._console = self._console, -1
         if console >= 0:
             os.close(console)
+
+
+def boot(
+    accelerator: Accelerator,
+    image: Image,
+    *,
+    memory_mib: int,
+    disk_mib: int,
+    processes: int = 256,
+    memory: int | None = None,
+    seconds: float = BOOT_SECONDS,
+) -> Machine:
+    """A machine whose guest agent has answered.
+
+    Args:
+        accelerator: what executes.
+        image: the guest.
+        memory_mib: size.
+        disk_mib: size of the writable layer.
+        processes: that commands may have at a time.
+        memory: an open file that holds its memory [default: one of its own].
+        seconds: it may take.
+
+    Raises:
+        SandboxError: it did not boot in time; with what it said last.
+    """
+    with contextlib.ExitStack() as files:
+
+        def until_booted(descriptor: int) -> int:
+            files.callback(os.close, descriptor)
+            return descriptor
+
+        root = until_booted(os.open(image.root, os.O_RDONLY | os.O_CLOEXEC))
+        kernel = until_booted(os.open(image.kernel, os.O_RDONLY | os.O_CLOEXEC))
+        ramdisk = until_booted(os.memfd_create("ramdisk"))
+        os.write(ramdisk, image.initial_ramdisk(disk_mib, json.dumps({"processes": processes})))
+        if memory is None:
+            memory = until_booted(memory_file(memory_mib))
+        machine = Machine(accelerator, memory_mib, (memory, True), root, Boot(kernel, ramdisk))
+        try:
+            machine.channel.wait_ready(seconds)
+        except LostError as error:
+            complaint = machine.complaint()
+            machine.kill()
+            raise SandboxError(f"no guest booted with {accelerator.name}: {complaint or error}") from error
+    return machine
+
+
+def memory_file(mebibytes: int) -> int:
+    """A file in memory for a machine's memory; it is gone when nobody has it open."""
+    descriptor = os.memfd_create("memory")
+    os.ftruncate(descriptor, mebibytes << 20)
+    return descriptor
 
 
 @functools.cache

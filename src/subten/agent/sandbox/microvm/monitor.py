@@ -19,9 +19,15 @@ class Monitor:
     """One command after the other; events are skipped."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Wait for QEMU's greeting."""
         self._connection = connection
         self._buffer = b""
+
+    def greet(self) -> None:
+        """Wait for QEMU's greeting, the first thing to do.
+
+        Raises:
+            MonitorError: it did not come.
+        """
         self._read()
         self.command("qmp_capabilities")
 
@@ -78,9 +84,7 @@ class Monitor:
 
     def _share_memory(self, shared: bool) -> None:
         # Memory that both sides map from one file is not copied.
-        self.command(
-            "migrate-set-capabilities", capabilities=[{"capability": "x-ignore-shared", "state": shared}]
-        )
+        self.command("migrate-set-capabilities", capabilities=[{"capability": "x-ignore-shared", "state": shared}])
 
     def _wait_for_migration(self) -> None:
         deadline = time.monotonic() + _REPLY_SECONDS

@@ -1,32 +1,29 @@
 """Templates and clones that are machines of their own: QEMU's microvm board.
 
 A template boots once with its memory in a file in memory, gets the workspace, and stops; what is left is that file
-and 50 KiB of device state. A clone is a QEMU that maps the file privately (copy on write) and loads the state: it goes
-on where the template stopped. Then its clock is set and it gets randomness and a name of its own.
+and 50 KiB of device state. A clone is a QEMU that maps the file privately (copy on write) and loads the state: it
+goes on where the template stopped. Then its clock is set and it gets randomness and a name of its own.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from subten.agent.sandbox.channel import LostError
 from subten.agent.sandbox.guest.agent import WORKSPACE
 from subten.agent.sandbox.identity import new_name
 from subten.agent.sandbox.interface import Clone, Limits, Template
 from subten.agent.sandbox.microvm.image import Image, find_image
-from subten.agent.sandbox.microvm.machine import Accelerator, Boot, Machine
+from subten.agent.sandbox.microvm.machine import Accelerator, Machine, boot, memory_file
 from subten.agent.sandbox.microvm.monitor import MonitorError
 from subten.agent.sandbox.microvm.probe import accelerator, why_no_machine
 from subten.agent.sandbox.workspace import Workspace
 from subten.errors import SandboxError
 
-BOOT_SECONDS = 60.0
+_SETUP_SECONDS = 600.0
 
 
 class MicroVMTemplate(Template):
@@ -62,17 +59,26 @@ class MicroVMTemplate(Template):
         self._open: list[int] = []
         try:
             self._root = self._keep(os.open(chosen.root, os.O_RDONLY | os.O_CLOEXEC))
-            self._memory = self._keep(_memory_file(self.limits.memory_mib))
+            self._memory = self._keep(memory_file(self.limits.memory_mib))
             self._state = self._keep(os.memfd_create("state"))
             began = time.monotonic()
-            machine = boot(self.accelerator, chosen, self.limits, self._root, self._memory)
+            machine = boot(
+                self.accelerator,
+                chosen,
+                memory_mib=self.limits.memory_mib,
+                disk_mib=self.limits.disk_mib,
+                processes=self.limits.processes,
+                memory=self._memory,
+            )
             self.boot_seconds = time.monotonic() - began
             with MicroVMClone("template", self, machine) as origin:
                 origin._put(self.workspace.entries(), WORKSPACE)
                 for command in setup:
-                    done = origin.exec(command, timeout=600)
+                    done = origin.exec(command, timeout=_SETUP_SECONDS)
                     if not done.ok:
-                        said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines() or ["nothing"]
+                        said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines() or [
+                            "nothing"
+                        ]
                         raise SandboxError(f"the setup command '{command}' failed with {done.exit_code}: {said[-1]}")
                 origin._request({"do": "mark"})
                 # The first run of anything is the slowest: what every command needs is read and translated by now.
@@ -167,32 +173,3 @@ class MicroVMClone(Clone):
 
     def _end(self) -> None:
         self._machine.kill()
-
-
-def boot(accelerator: Accelerator, image: Image, limits: Limits, root: int, memory: int) -> Machine:
-    """A machine whose guest agent has answered.
-
-    Raises:
-        SandboxError: it did not boot within BOOT_SECONDS.
-    """
-    guest = json.dumps({"processes": limits.processes})
-    with contextlib.ExitStack() as files:
-        kernel = os.open(image.kernel, os.O_RDONLY | os.O_CLOEXEC)
-        files.callback(os.close, kernel)
-        ramdisk = os.memfd_create("ramdisk")
-        files.callback(os.close, ramdisk)
-        os.write(ramdisk, image.initial_ramdisk(limits.disk_mib, guest))
-        machine = Machine(accelerator, limits.memory_mib, (memory, True), root, Boot(kernel, ramdisk))
-        try:
-            machine.channel.wait_ready(BOOT_SECONDS)
-        except LostError as error:
-            complaint = machine.complaint()
-            machine.kill()
-            raise SandboxError(f"the guest did not boot with {accelerator.name}: {complaint or error}") from error
-    return machine
-
-
-def _memory_file(mebibytes: int) -> int:
-    descriptor = os.memfd_create("memory")
-    os.ftruncate(descriptor, mebibytes << 20)
-    return descriptor
