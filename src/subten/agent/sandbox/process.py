@@ -176,9 +176,12 @@ class ProcessClone(Clone):
             first = changes.refused[0]
             raise SandboxError(f"{first.path} can't be taken over into a branch: {first.reason}")
         branch = self._template.clone()
-        for change in changes.changed[::-1]:
-            if change.after is None or (change.before and change.before.kind != change.after.kind):
-                branch.exec(["rm", "-rf", "--", f"{guest_agent.WORKSPACE}/{change.path}"])
+        gone = [
+            os.fsencode(change.path)
+            for change in changes.changed
+            if change.after is None or (change.before and change.before.kind != change.after.kind)
+        ]
+        branch.exec("xargs -0 rm -rf --", stdin=b"\0".join(gone))
         branch._put(((c.path, c.after) for c in changes.changed if c.after is not None), guest_agent.WORKSPACE)
         return branch
 

@@ -113,13 +113,15 @@ def _objection(path: str, head: dict[str, Any], not_folders: set[str]) -> str | 
         return "its path leads out of the workspace"
     if not NEVER_EXPORTED.isdisjoint(names):
         return "what is in .git would run on the host"
+    if head["kind"] == "deleted":
+        return None
     if any("/".join(names[:depth]) in not_folders for depth in range(1, len(names))):
         return "its path leads through something that is no folder"
     if head["kind"] == "link":
         return _link_objection(len(names) - 1, str(head.get("target", "")))
     if head["kind"] == "unreadable":
         return f"it can't be read: {head.get('target')}"
-    return None if head["kind"] in ("file", "folder", "deleted") else "it is neither a file nor a folder nor a link"
+    return None if head["kind"] in ("file", "folder") else "it is neither a file nor a folder nor a link"
 
 
 def _link_objection(depth: int, target: str) -> str | None:

@@ -27,7 +27,13 @@ _SETUP_SECONDS = 600.0
 
 
 class MicroVMTemplate(Template):
-    """Clones that are virtual machines."""
+    """Clones that are virtual machines.
+
+    Attributes:
+        image: the guest.
+        accelerator: what executes its instructions.
+        boot_seconds: from the start of QEMU to the first answer of the guest agent.
+    """
 
     def __init__(
         self,
@@ -56,6 +62,7 @@ class MicroVMTemplate(Template):
             raise SandboxError(reason or "there is no guest image; make one with: subten agent build-image")
         self.accelerator = accelerated_by or accelerator(chosen)
         super().__init__(f"microvm ({self.accelerator.name})", limits or Limits(), Workspace(workspace))
+        self.image = chosen
         self._open: list[int] = []
         try:
             self._root = self._keep(os.open(chosen.root, os.O_RDONLY | os.O_CLOEXEC))
