@@ -27,9 +27,8 @@ rm -rf /w {CWD} /tmp/* /tmp/.[!.]*
 mkdir -p /w/v/d /w/x {CWD}/build && echo marker > /w/v/marker && echo f > /w/v/f && echo g > /w/v/d/g
 echo x > /w/x/f && echo x > {CWD}/README.md && echo x > {CWD}/build/out
 """
-# Content and names, and that the folder is where it was; times and modes don't count, new files don't either.
-CHECK = "cat /w/v/marker /w/v/f /w/v/d/g 2> /dev/null"
-UNTOUCHED = b"marker\nf\ng\n"
+# Times and modes don't count, new files don't either.
+PROTECTED = {"/w/v/marker": b"marker\n", "/w/v/f": b"f\n", "/w/v/d/g": b"g\n"}
 
 
 def harmed(clone: Clone, command: str) -> bool | None:
@@ -38,7 +37,13 @@ def harmed(clone: Clone, command: str) -> bool | None:
         return None
     assert clone.exec(SETUP, cwd="/", timeout=20).ok
     clone.exec(["bash", "-c", command], cwd=CWD, timeout=2)
-    return clone.exec(["/bin/sh", "-c", CHECK], cwd="/", timeout=20).stdout != UNTOUCHED
+    try:
+        # Without a shell: the command may have deleted it.
+        return any(clone.get(path) != content for path, content in PROTECTED.items())
+    except SandboxError:
+        if not clone.alive:
+            raise
+        return True
 
 
 def check(template: Template, cases: Sequence[dict[str, str]]) -> int:

@@ -222,6 +222,11 @@ class Clone(ABC):
         self._request({"do": "changes"}, (), receive)
         return gather(frames, self._workspace)
 
+    @property
+    @abstractmethod
+    def process_id(self) -> int:
+        """On the host, of the process that all others of the clone are below."""
+
     @abstractmethod
     def refresh(self) -> None:
         """Set its clock and renew its randomness; done before a clone is handed out, and by a pool once more."""

@@ -161,6 +161,11 @@ class ProcessClone(Clone):
         self._channel.wait_ready(_START_SECONDS)
         self._request({"do": "mark"})
 
+    @property
+    def process_id(self) -> int:
+        """See Clone."""
+        return self._process.pid
+
     def refresh(self) -> None:
         """Ask whether it is alive: clock and randomness are the host's."""
         self._request({"do": "ping"})

@@ -163,7 +163,7 @@ class MicroVMClone(Clone):
 
     @property
     def process_id(self) -> int:
-        """Of its QEMU."""
+        """See Clone: of its QEMU."""
         return self._machine.process_id
 
     def refresh(self) -> None:
