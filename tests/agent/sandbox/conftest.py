@@ -57,7 +57,7 @@ def process_template(workspace: Path) -> Iterator[ProcessTemplate]:
 
 @pytest.fixture(scope="session")
 def microvm_template(workspace: Path, image: Image) -> Iterator[MicroVMTemplate]:
-    with MicroVMTemplate(workspace, limits=LIMITS, image=image) as template:
+    with MicroVMTemplate(workspace, limits=LIMITS, image=image, setup=["echo ready > /tmp/setup"]) as template:
         yield template
 
 

@@ -36,7 +36,7 @@ def harmed(clone: Clone, command: str) -> bool | None:
     if "\0" in command:
         return None
     assert clone.exec(SETUP, cwd="/", timeout=20).ok
-    clone.exec(["bash", "-c", command], cwd=CWD, timeout=2)
+    clone.exec(["bash", "-c", command], cwd=CWD, timeout=1)
     try:
         # Without a shell: the command may have deleted it.
         return any(clone.get(path) != content for path, content in PROTECTED.items())
