@@ -55,7 +55,10 @@ def _microvm_tier() -> Iterator[Finding]:
         advice = why_not_buildable() or "none yet; make one with: subten agent build-image"
         yield Finding("guest image", False, advice)
     else:
-        kernel = next((f"{name} {version}" for name, version in image.packages.items() if name.startswith("linux-image")), "unknown")
+        kernel = next(
+            (f"{name} {version}" for name, version in image.packages.items() if name.startswith("linux-image")),
+            "unknown",
+        )
         yield Finding("guest image", True, f"{image.folder}, kernel {kernel}")
     subject = "microVM sandboxes"
     if reason is not None or image is None:
