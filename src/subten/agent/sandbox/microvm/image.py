@@ -25,7 +25,21 @@ RECIPE = 1
 """Grows when an image built by an older version no longer fits; such images are built again."""
 
 PACKAGES = (
-    *("bash", "coreutils", "dash", "diffutils", "findutils", "gawk", "git", "grep", "gzip", "make", "patch", "perl"),
+    *(
+        "bash",
+        "coreutils",
+        "dash",
+        "diffutils",
+        "findutils",
+        "gawk",
+        "git",
+        "grep",
+        "gzip",
+        "libc-bin",
+        "make",
+        "patch",
+        "perl",
+    ),
     *("procps", "python3", "python3-pytest", "sed", "tar", "util-linux", "xz-utils"),
 )
 """What commands find in the guest, beside what these depend on."""
