@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
 import time
@@ -62,8 +63,7 @@ class Channel:
         Raises:
             LostError: see there.
         """
-        self._send([(b"q", json.dumps(request).encode())], grace)
-        self._send(frames, grace)
+        self._send(itertools.chain([(b"q", json.dumps(request).encode())], frames), grace)
         told = soft is None
         deadline = time.monotonic() + (grace if soft is None else soft)
         while True:
@@ -100,14 +100,23 @@ class Channel:
         return answer
 
     def _send(self, frames: Iterable[Frame], seconds: float) -> None:
+        """Small frames go out together: each piece that arrives wakes the guest up."""
+        waiting = bytearray()
         for kind, payload in frames:
-            try:
-                self._connection.settimeout(seconds)
-                self._connection.sendall(HEADER.pack(kind, len(payload)) + payload)
-            except TimeoutError:
-                raise LostError(f"its guest did not read for {seconds:g} s") from None
-            except OSError as error:
-                raise LostError("it is gone") from error
+            waiting += HEADER.pack(kind, len(payload)) + payload
+            if len(waiting) >= CHUNK:
+                self._push(waiting, seconds)
+                waiting.clear()
+        self._push(waiting, seconds)
+
+    def _push(self, content: bytes | bytearray, seconds: float) -> None:
+        try:
+            self._connection.settimeout(seconds)
+            self._connection.sendall(content)
+        except TimeoutError:
+            raise LostError(f"its guest did not read for {seconds:g} s") from None
+        except OSError as error:
+            raise LostError("it is gone") from error
 
     def _receive(self, deadline: float) -> Frame:
         """The next frame; TimeoutError keeps what has come of it."""

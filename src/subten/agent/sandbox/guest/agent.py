@@ -39,6 +39,7 @@ NEVER_EXPORTED = frozenset({".git"})
 """Folders whose content would run code on the host (hooks), by name at any depth."""
 
 _BURIAL_SECONDS = 2
+_WIDE_PIPE = 1 << 20
 _SET_DUMPABLE, _SET_NO_NEW_PRIVS = 4, 38  # linux/prctl.h
 _ADD_ENTROPY, _RESEED = 0x40085203, 0x5207  # linux/random.h: RNDADDENTROPY, RNDRESEEDCRNG
 
@@ -56,6 +57,16 @@ class Stream:
         """`patient`: a read of nothing means that the host is not connected yet (virtio-serial), not that it left."""
         self.descriptor = descriptor
         self._patient = patient
+        self._buffer = b""
+
+    @property
+    def pending(self) -> bool:
+        """Whether bytes of the next frame have been read already: a poll of the descriptor does not show those."""
+        return bool(self._buffer)
+
+    def forget(self) -> None:
+        """Drop what has been read ahead, after a child has read on from here."""
+        self._buffer = b""
 
     def receive(self) -> tuple[bytes, bytes]:
         """The next frame: kind and payload."""
@@ -72,10 +83,9 @@ class Stream:
                 time.sleep(0.001)
 
     def _exactly(self, length: int) -> bytes:
-        parts: list[bytes] = []
-        while length:
+        while len(self._buffer) < length:
             try:
-                part = os.read(self.descriptor, min(length, CHUNK))
+                part = os.read(self.descriptor, CHUNK)
             except InterruptedError:
                 continue
             except (BlockingIOError, ConnectionResetError):
@@ -85,9 +95,9 @@ class Stream:
                     raise HostGoneError
                 time.sleep(0.001)
                 continue
-            parts.append(part)
-            length -= len(part)
-        return b"".join(parts)
+            self._buffer += part
+        taken, self._buffer = self._buffer[:length], self._buffer[length:]
+        return taken
 
 
 class Agent:
@@ -120,9 +130,9 @@ class Agent:
         poller.register(self._stream.descriptor, select.POLLIN)
         poller.register(self._woken, select.POLLIN)
         while True:
-            ready = {descriptor for descriptor, _ in poller.poll()}
+            ready = {descriptor for descriptor, _ in poller.poll(0 if self._stream.pending else None)}
             self._reap()
-            if self._stream.descriptor not in ready:
+            if self._stream.descriptor not in ready and not self._stream.pending:
                 continue
             kind, payload = self._stream.receive()
             if kind == b"q":
@@ -189,8 +199,10 @@ class Agent:
         for descriptor in outputs:
             os.set_blocking(descriptor, False)
         while status is None:
-            events = [descriptor for descriptor, _ in poller.poll()]
-            for descriptor in events:
+            events = [descriptor for descriptor, _ in poller.poll(0 if self._stream.pending else None)]
+            if self._stream.pending:
+                events.append(self._stream.descriptor)
+            for descriptor in dict.fromkeys(events):
                 if descriptor == self._stream.descriptor:
                     killed = self._stream.receive()[0] == b"k" or killed
                     if killed:
@@ -252,6 +264,7 @@ class Agent:
         while part := os.read(reader, CHUNK):
             problem += part
         os.close(reader)
+        self._stream.forget()
         return {"error": problem.decode(errors="replace")} if problem else {}
 
     def _put(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -362,6 +375,7 @@ class _Output:
         self._kind = kind
         self.total = 0
         self.idle = False
+        self._wide = False
 
     def forward(self, descriptor: int, stream: Stream, budget: int) -> tuple[int, bool]:
         """Pass on what is there. Returns the bytes sent, at most `budget`, and whether the stream has ended.
@@ -376,6 +390,11 @@ class _Output:
                 if sent:
                     stream.send(self._kind, part[:sent])
             else:
+                if not self._wide:
+                    # Who writes this much is not to be woken for every 64 KiB of it.
+                    self._wide = True
+                    with contextlib.suppress(OSError):
+                        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _WIDE_PIPE)
                 count, sent = os.splice(descriptor, _nowhere(), 1 << 20, flags=os.SPLICE_F_NONBLOCK), 0
         except BlockingIOError:
             self.idle = True
