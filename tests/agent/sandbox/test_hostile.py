@@ -69,7 +69,7 @@ def test_too_many_files(clone: Clone, sibling: Clone) -> None:
 
 
 def test_a_gibibyte_of_output(clone: Clone, sibling: Clone) -> None:
-    result = clone.exec("head -c 1G /dev/zero; echo end >&2", timeout=120)
+    result = clone.exec("dd if=/dev/zero bs=1M count=1024 status=none; echo end >&2", timeout=120)
     assert result.ok
     assert result.truncated
     assert result.output_bytes == (1 << 30) + len("end\n")
@@ -172,6 +172,22 @@ def test_a_guest_that_never_answers(microvm_template: MicroVMTemplate, monkeypat
             clone.exec("true", timeout=0.5)
         assert not clone.alive
         assert not _runs(clone.process_id)
+
+
+def test_an_agent_that_hangs(process_template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "GRACE_SECONDS", 0.5)
+    with process_template.clone() as clone:
+        clone.exec("sleep 1000 > /dev/null 2>&1 &")
+        family = [clone.process_id, *_descendants(clone.process_id)]
+        assert len(family) >= 3
+        for process in family[1:]:
+            os.kill(process, signal.SIGSTOP)
+        with pytest.raises(SandboxError, match=r"did not answer within 0\.5 s"):
+            clone.exec("true", timeout=0.5)
+        deadline = time.monotonic() + 2
+        while any(map(_runs, family)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not [process for process in family if _runs(process)]
 
 
 def test_qemu_is_confined(microvm_template: MicroVMTemplate) -> None:

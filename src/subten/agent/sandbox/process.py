@@ -24,6 +24,7 @@ from subten.agent.sandbox.channel import Channel, LostError
 from subten.agent.sandbox.guest import agent as guest_agent
 from subten.agent.sandbox.identity import as_user, new_name, new_user
 from subten.agent.sandbox.interface import Clone, Limits, Template
+from subten.agent.sandbox.spawn import spawn
 from subten.agent.sandbox.workspace import Workspace
 from subten.errors import SandboxError
 
@@ -87,25 +88,19 @@ class ProcessTemplate(Template):
         ours, theirs = socket.socketpair()
         name = new_name()
         try:
-            process = subprocess.Popen(
-                self._command(name, theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                cwd="/",
-            )
-        except OSError as error:
+            process = spawn(self._command(name, theirs.fileno()), [theirs.fileno()])
+        except SandboxError:
             ours.close()
-            raise SandboxError(f"a sandbox could not be started: {error}") from error
+            raise
         finally:
             theirs.close()
         clone = ProcessClone(name, self, Channel(ours), process)
         try:
             clone.wait_ready()
         except LostError:
+            complaint = clone.complaint()
             clone.kill()
-            raise SandboxError(f"a sandbox could not be started: {clone.complaint()}") from None
+            raise SandboxError(f"a sandbox could not be started: {complaint}") from None
         return clone
 
     def _command(self, name: str, channel: int) -> list[str]:
@@ -116,7 +111,15 @@ class ProcessTemplate(Template):
         ]
         bwrap = [
             *("bwrap", "--unshare-user", "--disable-userns", "--unshare-ipc", "--unshare-pid", "--unshare-net"),
-            *("--unshare-uts", "--unshare-cgroup-try", "--new-session", "--as-pid-1", "--hostname", name),
+            *(
+                "--unshare-uts",
+                "--unshare-cgroup-try",
+                "--die-with-parent",
+                "--new-session",
+                "--as-pid-1",
+                "--hostname",
+                name,
+            ),
             *("--uid", str(USER), "--gid", str(USER), "--cap-drop", "ALL", "--clearenv"),
             *("--bind", f"{root}/mount/root", "/", "--proc", "/proc", "--dev", "/dev"),
             *("--bind", f"{root}/mount/shm", "/dev/shm", "--remount-ro", "/dev", *map(str, shown)),
@@ -191,15 +194,18 @@ class ProcessClone(Clone):
         return branch
 
     def complaint(self) -> str:
-        """What the programs that start a sandbox printed last."""
+        """What the programs that start a sandbox printed last; for a clone that has failed."""
+        self._process.kill()
         assert self._process.stderr is not None
         lines = self._process.stderr.read(4096).decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it gave no reason"
 
     def _end(self) -> None:
-        # The process group's leader is bubblewrap; what it started dies with its process 1, which dies with it.
+        # This is bubblewrap; process 1 of the sandbox dies with it, and everything in the sandbox with process 1.
         self._process.kill()
         self._process.wait()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
 
 
 @functools.cache

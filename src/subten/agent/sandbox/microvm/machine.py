@@ -7,22 +7,18 @@ with this process.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import shutil
 import socket
-import subprocess
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 from subten.agent.sandbox.channel import Channel, LostError
 from subten.agent.sandbox.identity import as_user, new_user
 from subten.agent.sandbox.microvm.counter import counter_khz
 from subten.agent.sandbox.microvm.image import Image
 from subten.agent.sandbox.microvm.monitor import Monitor, MonitorError
+from subten.agent.sandbox.spawn import spawn
 from subten.errors import SandboxError
 
 QEMU = "qemu-system-x86_64"
@@ -43,8 +39,6 @@ _KERNEL_LINE = " ".join(
         "audit=0 apparmor=0 lsm=capability cgroup_disable=memory transparent_hugepage=never",
     )
 )
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -129,21 +123,12 @@ class Machine:
             command += ["-append", f"{_KERNEL_LINE} tsc_early_khz={counter_khz()}"]
         prefix = as_user(new_user(), accelerator.groups, dies_with_parent=True)
         try:
-            self._process = _from_lasting_thread(
-                lambda: subprocess.Popen(
-                    [*prefix, *command],
-                    pass_fds=passed,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    cwd="/",
-                )
-            )
-        except OSError as error:
+            self._process = spawn([*prefix, *command], passed)
+        except SandboxError:
             monitor.close()
             channel.close()
             os.close(self._console)
-            raise SandboxError(f"{QEMU} could not be started: {error}") from error
+            raise
         finally:
             its_monitor.close()
             its_channel.close()
@@ -229,13 +214,3 @@ def memory_file(mebibytes: int) -> int:
     descriptor = os.memfd_create("memory")
     os.ftruncate(descriptor, mebibytes << 20)
     return descriptor
-
-
-@functools.cache
-def _lasting_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="subten-qemu")
-
-
-def _from_lasting_thread(work: Callable[[], T]) -> T:
-    """Linux signals a parent's death when the *thread* ends that started the child: start from one that lasts."""
-    return _lasting_thread().submit(work).result()
