@@ -145,15 +145,16 @@ class Clone(ABC):
         if timeout <= 0:
             raise ParameterError(f"timeout is {timeout}; it must be more than 0 seconds")
         text = command if isinstance(command, str) else f"exec {shlex.join(command)}"
+        variables = {**_ENVIRONMENT, **(env or {})}
+        if "\0" in "".join((text, cwd, *variables, *variables.values())):
+            raise ParameterError("a command, its folder and its variables can't hold NUL characters")
         request = {
             "do": "exec",
             "argv": ["/bin/sh", "-c", text],
             "cwd": cwd,
-            "env": {**_ENVIRONMENT, **(env or {})},
+            "env": variables,
             "output_bytes": self.limits.output_bytes,
         }
-        if "\0" in text + cwd + "".join(f"{key}{value}" for key, value in request["env"].items()):  # type: ignore[attr-defined]
-            raise ParameterError("a command, its folder and its variables can't hold NUL characters")
         kept: dict[bytes, list[bytes]] = {b"1": [], b"2": []}
         room = self.limits.output_bytes
 
@@ -313,7 +314,7 @@ class Template(ABC):
         """
 
     def close(self) -> None:
-        """Free what it holds. Clones go on; no new ones can be made."""
+        """Free what it holds. No more clones can be made; end those that there are before."""
         self.workspace.close()
 
     def __enter__(self) -> Self:

@@ -82,9 +82,6 @@ class ProcessTemplate(Template):
 
     def clone(self) -> ProcessClone:
         """See Template."""
-        return self._start()
-
-    def _start(self) -> ProcessClone:
         ours, theirs = socket.socketpair()
         name = new_name()
         try:
@@ -111,15 +108,8 @@ class ProcessTemplate(Template):
         ]
         bwrap = [
             *("bwrap", "--unshare-user", "--disable-userns", "--unshare-ipc", "--unshare-pid", "--unshare-net"),
-            *(
-                "--unshare-uts",
-                "--unshare-cgroup-try",
-                "--die-with-parent",
-                "--new-session",
-                "--as-pid-1",
-                "--hostname",
-                name,
-            ),
+            *("--unshare-uts", "--unshare-cgroup-try", "--hostname", name),
+            *("--die-with-parent", "--new-session", "--as-pid-1"),
             *("--uid", str(USER), "--gid", str(USER), "--cap-drop", "ALL", "--clearenv"),
             *("--bind", f"{root}/mount/root", "/", "--proc", "/proc", "--dev", "/dev"),
             *("--bind", f"{root}/mount/shm", "/dev/shm", "--remount-ro", "/dev", *map(str, shown)),
@@ -174,7 +164,9 @@ class ProcessClone(Clone):
         self._request({"do": "ping"})
 
     def branch(self) -> ProcessClone:
-        """Another clone with the same workspace. Files elsewhere and running processes are not in it: no VM.
+        """Another clone with the same workspace but for changes in folders named .git.
+
+        Files elsewhere and running processes are not in it: this is no VM.
 
         Raises:
             SandboxError: the workspace holds changes that can't be exported.

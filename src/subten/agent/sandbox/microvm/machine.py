@@ -140,6 +140,7 @@ class Machine:
         except MonitorError as error:
             complaint = self.complaint()
             self.kill()
+            self.channel.close()
             raise SandboxError(f"{QEMU} did not start: {complaint or error}") from error
 
     def complaint(self) -> str:
@@ -205,6 +206,7 @@ def boot(
         except LostError as error:
             complaint = machine.complaint()
             machine.kill()
+            machine.channel.close()
             raise SandboxError(f"no guest booted with {accelerator.name}: {complaint or error}") from error
     return machine
 

@@ -90,6 +90,7 @@ def _try_kvm(image: Image) -> KVMProbe:
         return KVMProbe(False, f"a guest booted under KVM, but {error}")
     finally:
         machine.kill()
+        machine.channel.close()
     return KVMProbe(True, f"a guest booted under KVM in {time.monotonic() - began:.2f} s")
 
 
