@@ -116,3 +116,9 @@ class ExtraMissingError(SubtenError):
     """A package that an optional part of the project needs is not installed."""
 
     code = "extra_missing"
+
+
+class SandboxError(SubtenError):
+    """A sandbox that can't be started here, was ended, or no longer answers; a file that can't be moved in or out."""
+
+    code = "sandbox"

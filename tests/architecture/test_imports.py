@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,8 @@ MAY_IMPORT = {
     "models": {"kernels", "checkpoints"},
     "engine": {"models", "kvcache"},
     "evals": {"engine"},
-    "bench": {"engine"},
-    "agent": {"engine"},
+    "bench": {"engine", "agent"},
+    "agent": {"engine", "config"},
     "server": {"engine", "agent"},
     "cli": {"server", "evals", "agent", "engine", "config"},
     "__main__": {"cli"},
@@ -80,6 +81,20 @@ def test_the_policy_needs_neither_torch_nor_the_engine(path: Path) -> None:
     modules = imported_modules(path)
     assert not {module.split(".")[0] for module in modules} & {"torch", "triton", "transformers"}
     assert {m.split(".")[1] for m in modules if m.startswith("subten.")} <= {"agent", "errors"}
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "agent" / "sandbox").rglob("*.py")), ids=lambda p: p.name)
+def test_sandboxes_need_neither_torch_nor_the_engine_nor_the_policy(path: Path) -> None:
+    modules = imported_modules(path)
+    assert not {module.split(".")[0] for module in modules} & {"torch", "triton", "transformers"}
+    assert all(
+        m.startswith(("subten.agent.sandbox", "subten.errors", "subten.config")) for m in modules if "subten" in m
+    )
+
+
+def test_the_guest_agent_needs_only_the_standard_library() -> None:
+    modules = imported_modules(PACKAGE / "agent" / "sandbox" / "guest" / "agent.py")
+    assert {module.split(".")[0] for module in modules} <= sys.stdlib_module_names
 
 
 def test_only_kernels_import_triton() -> None:

@@ -16,7 +16,7 @@ import typer
 from subten.bench.session import AttentionOptions, MeanKeys, run_attention
 from subten.errors import SubtenError
 
-app = typer.Typer(help="Measure the kernels on a GPU.", rich_markup_mode=None, no_args_is_help=True)
+app = typer.Typer(help="Measure kernels on a GPU, and sandboxes.", rich_markup_mode=None, no_args_is_help=True)
 
 MISSING_FIGURES, USAGE, INTERRUPTED = 1, 2, 130
 # click's ClickException. Recent releases of Typer carry their own copy of click under a private name.
@@ -25,7 +25,7 @@ _ClickException: Any = typer.BadParameter.__mro__[2]
 
 @app.callback()
 def _several_commands() -> None:
-    """Measure the kernels on a GPU."""
+    """Measure kernels on a GPU, and sandboxes."""
 
 
 @app.command()
@@ -65,6 +65,20 @@ def attention(
         replays=replays,
     )
     if not run_attention(options, json, fa3, commit):
+        raise typer.Exit(MISSING_FIGURES)
+
+
+@app.command()
+def agent(
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+    clones: Annotated[int, typer.Option(min=1, help="Clones, and boots, of each kind of sandbox.")] = 10,
+    commands: Annotated[int, typer.Option(min=2, help="Commands timed in a clone.")] = 200,
+    commit: Annotated[str | None, typer.Option(help="Commit of the source, where git can't tell.")] = None,
+) -> None:
+    """Sandboxes and the policy of the agent engine. Needs no GPU, but a machine that does nothing else."""
+    from subten.bench.agent import run_agent
+
+    if not run_agent(clones, commands, json, lambda line: print(line, file=sys.stderr), commit):
         raise typer.Exit(MISSING_FIGURES)
 
 

@@ -9,6 +9,7 @@ import typer
 
 from subten import __version__
 from subten.cli.agent_check import agent_check
+from subten.cli.agent_sandbox import agent_build_image, agent_doctor
 from subten.cli.calibrate import calibrate
 from subten.cli.demo import demo
 from subten.cli.eval_generate import eval_generate
@@ -26,8 +27,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 evaluations = typer.Typer(help="Measure the quality of KV formats.", rich_markup_mode=None)
-agent = typer.Typer(help="Judge what agents want to run.", rich_markup_mode=None)
+agent = typer.Typer(help="Judge what agents want to run, and run it apart.", rich_markup_mode=None)
 agent.command("check")(agent_check)
+agent.command("doctor")(agent_doctor)
+agent.command("build-image")(agent_build_image)
 evaluations.command("kv")(eval_kv)
 evaluations.command("retrieval")(eval_retrieval)
 evaluations.command("generate")(eval_generate)

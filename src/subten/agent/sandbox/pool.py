@@ -1,0 +1,95 @@
+"""Clones kept ready, so that taking one costs no start."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from types import TracebackType
+from typing import Self
+
+from subten.agent.sandbox.interface import Clone, Template
+from subten.errors import ParameterError, SandboxError
+
+
+class Pool:
+    """Some clones of one template, replaced in the background as they are taken. Safe to use from several threads."""
+
+    def __init__(self, template: Template, size: int) -> None:
+        """Begin to start clones.
+
+        Args:
+            template: what they are clones of; it must outlive the pool.
+            size: how many are kept ready, at least 1.
+        """
+        if size < 1:
+            raise ParameterError(f"a pool of {size} clones keeps nothing ready; it must be at least 1")
+        self._template = template
+        self._size = size
+        self._ready: deque[Clone] = deque()
+        self._failure: SandboxError | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._filler = threading.Thread(target=self._fill, name="subten-pool", daemon=True)
+        self._filler.start()
+
+    def take(self) -> Clone:
+        """A clone that belongs to the caller, who ends it: its clock set now, its randomness and name its own.
+
+        Waits where none is ready.
+
+        Raises:
+            SandboxError: the pool was closed, or clones can't be started.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready or self._failure or self._closed)
+                if self._closed:
+                    raise SandboxError("the pool was closed; it hands out no more clones")
+                if not self._ready:
+                    failure, self._failure = self._failure, None
+                    self._changed.notify_all()
+                    assert failure is not None
+                    raise failure
+                clone = self._ready.popleft()
+                self._changed.notify_all()
+            try:
+                clone.refresh()
+            except SandboxError:
+                continue  # it died while it waited
+            return clone
+
+    def close(self) -> None:
+        """End the clones that nobody has taken. May be called again."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._filler.join()
+        while self._ready:
+            self._ready.popleft().kill()
+
+    def _fill(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closed or (len(self._ready) < self._size and self._failure is None)
+                )
+                if self._closed:
+                    return
+            try:
+                clone = self._template.clone()
+            except SandboxError as error:
+                with self._changed:
+                    self._failure = error
+                    self._changed.notify_all()
+                continue
+            with self._changed:
+                self._ready.append(clone)
+                self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
