@@ -33,7 +33,7 @@ _KERNEL_LINE = " ".join(
         # The board has no timer that others could be compared with; lpj is what the delay loop needs not find out.
         "no_timer_check tsc=reliable lpj=4000000 random.trust_cpu=on rcupdate.rcu_expedited=1",
         # TCG keeps what it has translated by virtual address: with the same layout in every process a program is
-        # translated once, not at each start (70 ms became 10). Guests are thrown away and hold nothing to protect.
+        # translated once, not at each start. Guests are thrown away and hold nothing to protect.
         "norandmaps mitigations=off init_on_alloc=0 randomize_kstack_offset=off",
         # What no guest uses and every start of a program would pay for.
         "audit=0 apparmor=0 lsm=capability cgroup_disable=memory transparent_hugepage=never",
