@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -226,7 +227,14 @@ def test_nothing_outlives_a_killed_parent(tier: str, request: pytest.FixtureRequ
     request.getfixturevalue(f"{tier}_template")
     image: Image | None = request.getfixturevalue("image") if tier == "microvm" else None
     folder = "" if image is None else str(image.folder)
-    parent = subprocess.Popen([sys.executable, "-c", _PARENT, tier, folder], stdout=subprocess.PIPE)
+    # It can't remove its copy of the workspace any more. The user of the sandbox must be able to reach that folder.
+    with tempfile.TemporaryDirectory() as scratch:
+        Path(scratch).chmod(0o755)
+        _kill_a_parent([sys.executable, "-c", _PARENT, tier, folder], {**os.environ, "TMPDIR": scratch})
+
+
+def _kill_a_parent(command: list[str], environment: dict[str, str]) -> None:
+    parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     with parent.stdout:
         assert json.loads(parent.stdout.readline()) == 1
