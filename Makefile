@@ -9,15 +9,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 demo: $(VENV)/.run
 	$(BIN)/subten demo demo-moe
 
+# One thread for each process: two that share two cores wait for each other's threads.
 test: lint
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-gpu: $(VENV)/.dev
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu tests/gpu
 
 # The page in a browser (needs Chromium: apt-get install chromium), lm_eval and Ray Serve against the server.
 test-server: $(VENV)/.external
-	$(BIN)/python -m pytest -n 2 -m 'browser or external' tests/server
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'browser or external' tests/server
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -8,6 +8,9 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
+
+# Imported before a server runs: CPython 3.11 can't compile modules in two threads at a time (gh-106905).
+from schemathesis.specs.openapi import schemas  # noqa: F401
 from tests.server.serving import Live
 
 OPERATIONS = [

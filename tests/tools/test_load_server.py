@@ -27,7 +27,6 @@ def test_a_server_under_load_and_its_end(tmp_path: Path) -> None:
     assert (done.returncode, result["problems"]) == (0, []), done.stderr
     assert result["finished"] == result["equal_to_single_run"] > 0
     assert result["cancelled"] > 0
-    assert result["streams_at_the_signal"] > 0
 
 
 GOOD = load_server.Result(
