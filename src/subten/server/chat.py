@@ -14,15 +14,15 @@ from starlette.responses import Response
 
 from subten.engine import Delta, Tokenizer, TokenLogprobs
 from subten.engine.guard import GuardMaker
-from subten.errors import EngineStoppedError, SubtenError
+from subten.errors import EngineStoppedError
 from subten.server.answers import Answers, Piece
-from subten.server.api_errors import ApiError, from_subten
+from subten.server.api_errors import ApiError
 from subten.server.chat_prompt import DEFAULT_STOP, chat_text
 from subten.server.chat_schema import ChatRequest, JsonSchemaFormat, NamedTool, Tool
 from subten.server.dependencies import ERRORS, service_of
 from subten.server.schema import Usage
 from subten.server.service import Prompt, Service
-from subten.server.streams import EventStream, while_connected
+from subten.server.streams import respond
 from subten.server.tools import Arguments, CallStart, Content, Part, ToolCallScanner, answer_format, call_format
 
 
@@ -121,14 +121,7 @@ async def chat_completions(
     body: ChatRequest, request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> Response | ChatCompletion:
     """Answer a conversation. With `stream`, as server-sent events."""
-    try:
-        writer = await _begin(body, service)
-    except SubtenError as error:
-        raise from_subten(error) from error
-    if body.stream:
-        return EventStream(writer.answers, writer.chunks())
-    async with writer.answers:
-        return await while_connected(request, writer.whole())
+    return await respond(request, _begin(body, service), stream=bool(body.stream))
 
 
 async def _begin(body: ChatRequest, service: Service) -> _Writer:

@@ -11,13 +11,12 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from subten.engine import Tokenizer, TokenLogprobs
-from subten.errors import ParameterError, SubtenError
+from subten.errors import ParameterError
 from subten.server.answers import Answers, Piece
-from subten.server.api_errors import from_subten
 from subten.server.dependencies import ERRORS, service_of
 from subten.server.schema import GenerationRequest, Usage
 from subten.server.service import Prompt, Service
-from subten.server.streams import EventStream, while_connected
+from subten.server.streams import respond
 
 DEFAULT_TOKENS = 16
 _MOST_PROMPTS = 128
@@ -76,14 +75,7 @@ async def completions(
     body: CompletionRequest, request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> Response | Completion:
     """Continue prompts. With `stream`, as server-sent events."""
-    try:
-        writer = await _begin(body, service)
-    except SubtenError as error:
-        raise from_subten(error) from error
-    if body.stream:
-        return EventStream(writer.answers, writer.chunks())
-    async with writer.answers:
-        return await while_connected(request, writer.whole())
+    return await respond(request, _begin(body, service), stream=bool(body.stream))
 
 
 async def _begin(body: CompletionRequest, service: Service) -> _Writer:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from subten.errors import SubtenError
@@ -18,9 +19,40 @@ from subten.server.answers import Answers
 from subten.server.api_errors import ApiError, from_subten
 
 T = TypeVar("T")
+Whole_co = TypeVar("Whole_co", covariant=True)
 
 CLIENT_CLOSED = 499
 DONE = "[DONE]"
+
+
+class Writer(Protocol[Whole_co]):
+    """Puts answers into the form of an endpoint."""
+
+    @property
+    def answers(self) -> Answers:
+        """The answers, under way."""
+
+    def chunks(self) -> AsyncIterator[BaseModel]:
+        """As they come."""
+
+    async def whole(self) -> Whole_co:
+        """All of them, when they have ended."""
+
+
+async def respond(request: Request, beginning: Awaitable[Writer[T]], *, stream: bool) -> Response | T:
+    """Begin to answer, and give the answers as server-sent events or whole.
+
+    Raises:
+        ApiError: they can't be given, or the client has gone.
+    """
+    try:
+        writer = await beginning
+    except SubtenError as error:
+        raise from_subten(error) from error
+    if stream:
+        return EventStream(writer.answers, writer.chunks())
+    async with writer.answers:
+        return await while_connected(request, writer.whole())
 
 
 class EventStream(EventSourceResponse):
