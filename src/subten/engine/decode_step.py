@@ -29,7 +29,7 @@ class Choice:
     def of(cls, works: Sequence[DecodeWork]) -> Choice:
         """The least that serves all rows."""
         noisy = [work.draw.params for work in works if not work.draw.params.greedy]
-        return cls(bool(noisy), any(params.top_k > 0 or params.top_p < 1 for params in noisy))
+        return cls(bool(noisy), any(params.ranked for params in noisy))
 
 
 @dataclass(frozen=True)

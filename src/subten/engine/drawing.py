@@ -16,8 +16,9 @@ from torch import Tensor
 
 UNLIMITED = 1 << 62
 """As `Knobs.top_k`: all tokens."""
+GOLDEN = 0x9E3779B97F4A7C15
+"""Golden ratio, times 2^64: what SplitMix64 counts by."""
 _WORD = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _HEAD = 1024
@@ -134,8 +135,8 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
         float32 [rows, vocab], finite. The hash is the same on all devices, the two logarithms may differ in their
         last bit.
     """
-    counter = torch.arange(1, vocab + 1, dtype=torch.int64, device=seeds.device) * signed(_GOLDEN)
-    start = _finished(seeds + positions + signed(_GOLDEN))
+    counter = torch.arange(1, vocab + 1, dtype=torch.int64, device=seeds.device) * signed(GOLDEN)
+    start = _finished(seeds + positions + signed(GOLDEN))
     word = _finished(start[:, None] + counter)
     # 63 bits as a float32 keep full relative precision near 0, where the winners of the race are.
     uniform = (_shift_right(word, 1).float() * 2.0**-63).clamp(2.0**-64, 1 - 2.0**-24)
@@ -144,7 +145,7 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 def mix(word: int) -> int:
     """SplitMix64 of one Python integer, modulo 2**64."""
-    word = (word + _GOLDEN) & _WORD
+    word = (word + GOLDEN) & _WORD
     word = ((word ^ (word >> 30)) * _MIX_1) & _WORD
     word = ((word ^ (word >> 27)) * _MIX_2) & _WORD
     return word ^ (word >> 31)

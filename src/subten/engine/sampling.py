@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from subten.engine.drawing import UNLIMITED, Knobs, draw, mix, signed
+from subten.engine.drawing import GOLDEN, UNLIMITED, Knobs, draw, mix, signed
 from subten.engine.guard import GuardMaker, allowed_tokens
 from subten.errors import ParameterError
 
 _MAX_SEED = (1 << 63) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 _MOST_CHOICES = 128
 _MOST_LOGPROBS = 20
 _LARGEST_BIAS = 100
@@ -143,6 +142,11 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
+    def ranked(self) -> bool:
+        """Whether it takes a ranking of the tokens to know which are kept."""
+        return self.top_k > 0 or self.top_p < 1
+
+    @property
     def greedy(self) -> bool:
         """Whether the most probable token is taken without any noise."""
         return self.temperature == 0 or self.top_k == 1
@@ -170,7 +174,7 @@ def request_seed(params: SamplingParams) -> int:
 
 def choice_seed(seed: int, index: int) -> int:
     """The seed of the answer `index` of several to one prompt; that of the first is the request's own."""
-    return seed if index == 0 else mix(mix(seed ^ _GOLDEN) + index) & _MAX_SEED
+    return seed if index == 0 else mix(mix(seed ^ GOLDEN) + index) & _MAX_SEED
 
 
 @dataclass(frozen=True)
@@ -238,7 +242,7 @@ def knobs_of(rows: Sequence[tuple[SamplingParams, int]], device: torch.device) -
         top_k=torch.tensor([p.top_k or UNLIMITED for p, _ in rows], device=device),
         top_p=torch.tensor([float(p.top_p) for p, _ in rows], dtype=torch.float64, device=device),
         seed=torch.tensor([signed(mix(seed)) for _, seed in rows], device=device),
-        ranked=any(p.top_k > 0 or p.top_p < 1 for p, _ in rows),
+        ranked=any(p.ranked for p, _ in rows),
     )
 
 
