@@ -105,17 +105,21 @@ def _turns(q, mean_pairs, mean, head, SHAPE: gl.constexpr, WARPS: gl.constexpr):
     column = axis(8, 1, 2, L)
     h = head + column // 2 + (4 * (column % 2) if SHAPE.tiles == 2 else 0)
     live = h < SHAPE.group
-    largest = 0.0
-    along, across, pairs = (), (), ()
+    # All of one kind are asked for before the first is used.
+    pairs, halves, means = (), (), ()
     for e in gl.static_range(EIGHTS):
-        index = 8 * e + axis(8, 0, 2, L)
-        pair = gl.load(mean_pairs + index)
-        q_0 = gl.load(q + h * SHAPE.head_dim + pair, mask=live, other=0.0).to(gl.float32)
-        q_1 = gl.load(q + h * SHAPE.head_dim + HALF + pair, mask=live, other=0.0).to(gl.float32)
-        m_0, m_1 = gl.load(mean + index), gl.load(mean + SHAPE.mean_pairs + index)
-        along += (q_0 * m_0 + q_1 * m_1,)
-        across += (q_1 * m_0 - q_0 * m_1,)
-        pairs += (pair,)
+        pairs += (gl.load(mean_pairs + 8 * e + axis(8, 0, 2, L)),)
+    for e in gl.static_range(EIGHTS):
+        place = q + h * SHAPE.head_dim + pairs[e]
+        halves += (gl.load(place, mask=live, other=0.0), gl.load(place + HALF, mask=live, other=0.0))
+        place = mean + 8 * e + axis(8, 0, 2, L)
+        means += (gl.load(place), gl.load(place + SHAPE.mean_pairs))
+    largest = 0.0
+    along, across = (), ()
+    for e in gl.static_range(EIGHTS):
+        q_0, q_1 = halves[2 * e].to(gl.float32), halves[2 * e + 1].to(gl.float32)
+        along += (q_0 * means[2 * e] + q_1 * means[2 * e + 1],)
+        across += (q_1 * means[2 * e] - q_0 * means[2 * e + 1],)
         largest = gl.maximum(largest, gl.max(gl.max(gl.maximum(gl.abs(along[e]), gl.abs(across[e])), 0), 0))
     unit = gl.maximum(largest, 1e-20) / 64.0
     normal_along, normal_across = (), ()
@@ -138,36 +142,35 @@ def _rotations(within, EIGHT: gl.constexpr, MA: gl.constexpr, WARPS: gl.constexp
 
 
 @gluon.jit
-def _removed(
-    along,
-    across,
-    pairs,
-    within,
-    starts,
-    page,
-    second_page,
-    SHAPE: gl.constexpr,
-    WARPS: gl.constexpr,
-):
+def _page_turns(pairs, starts, page, second_page, SHAPE: gl.constexpr, WARPS: gl.constexpr):
+    """cos and sin at the first token of a page per warp, [warps, 8 pairs, 8 columns, 2] for every eight pairs; of
+    another page in the odd columns."""
+    BOTH: gl.constexpr = turns_layout(WARPS)
+    T: gl.constexpr = gl.SliceLayout(3, BOTH)
+    first = gl.convert_layout(page, axis_layout(T, 3, 0), assert_trivial=True)[:, None, None]
+    other = gl.convert_layout(second_page, axis_layout(T, 3, 0), assert_trivial=True)[:, None, None]
+    first = gl.where(axis(8, 2, 3, T) % 2 == 0, first, other) * (SHAPE.head_dim // 2)
+    turns = ()
+    for e in gl.static_range(SHAPE.mean_pairs // 8):
+        at = starts + 2 * (first + pairs[e][None])
+        turns += (gl.load(at[:, :, :, None] + axis(2, 3, 4, BOTH)),)
+    return turns
+
+
+@gluon.jit
+def _removed(along, across, turns, within, SHAPE: gl.constexpr, WARPS: gl.constexpr):
     """Scores of the mean key at the tokens of a page per warp, over the unit: [warps, 64, 8]; of another page in the
     odd columns.
 
     An angle is one up to the page's first token, which turns (along, across) once per page, and one within the page,
     the same for all pages.
     """
-    EIGHTS: gl.constexpr = SHAPE.mean_pairs // 8
     MMA: gl.constexpr = mma_layout(WARPS)
     MA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     MB: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    BOTH: gl.constexpr = turns_layout(WARPS)
-    T: gl.constexpr = gl.SliceLayout(3, BOTH)
-    first = gl.convert_layout(page, axis_layout(T, 3, 0), assert_trivial=True)[:, None, None]
-    other = gl.convert_layout(second_page, axis_layout(T, 3, 0), assert_trivial=True)[:, None, None]
-    first = gl.where(axis(8, 2, 3, T) % 2 == 0, first, other) * (SHAPE.head_dim // 2)
     removed = gl.full([WARPS, 64, 8], 0.0, gl.float32, layout=MMA)
-    for e in gl.static_range(EIGHTS):
-        at = starts + 2 * (first + pairs[e][None])
-        cos, sin = gl.split(gl.load(at[:, :, :, None] + axis(2, 3, 4, BOTH)))
+    for e in gl.static_range(SHAPE.mean_pairs // 8):
+        cos, sin = gl.split(turns[e])
         turned = gl.permute(gl.join(along[e] * cos + across[e] * sin, across[e] * cos - along[e] * sin), [0, 3, 1, 2])
         turned = gl.convert_layout(gl.reshape(turned, [WARPS, 16, 8]), MB, assert_trivial=True)
         upper, rotations = turned.to(gl.float16), _rotations(within, e, MA, WARPS)
@@ -281,6 +284,10 @@ def attend_codes(
         numbers_next += (gl.load(table + gl.minimum(first_page + (PAGES + index) * WARPS + warp, end_page - 1)),)
     for page in range(first_page, end_page, PAGES * WARPS):
         key_words, key_grids, kept_pairs, value_words, value_grids = (), (), (), (), ()
+        if SHAPE.mean_pairs and TILES == 1:
+            own = gl.minimum(page + warp, end_page - 1)
+            other = gl.minimum(page + (PAGES - 1) * WARPS + warp, end_page - 1)
+            turns = _page_turns(pairs, starts, own, other, SHAPE, WARPS)
         for index in gl.static_range(PAGES):
             start = numbers_now[index].to(gl.int64) * page_stride
             words = gl.load(_at_pages(bytes_of, 16 * start, KEYS, 4) + key_r + key_byte + key_x)
@@ -296,10 +303,7 @@ def attend_codes(
             later = gl.minimum(page + (2 * PAGES + index) * WARPS + warp, end_page - 1)
             numbers_next += (gl.load(table + later),)
         if SHAPE.mean_pairs and TILES == 1:
-            own = gl.minimum(page + warp, end_page - 1)
-            other = gl.minimum(page + (PAGES - 1) * WARPS + warp, end_page - 1)
-            removed = _removed(along, across, pairs, within, starts, own, other, SHAPE, WARPS)
-            removed = gl.split(gl.reshape(removed, [WARPS, 64, 4, 2]))
+            removed = gl.split(gl.reshape(_removed(along, across, turns, within, SHAPE, WARPS), [WARPS, 64, 4, 2]))
 
         for index in gl.static_range(PAGES):
             of_page = page + index * WARPS
@@ -310,8 +314,10 @@ def attend_codes(
             key_offset = _by_row(grid_offset(key_grids[index]), R).to(gl.float32)
             if SHAPE.mean_pairs and TILES == 2:
                 own = gl.minimum(of_page + warp, end_page - 1)
-                removed = _removed(along, across, pairs, within, starts, own, own, SHAPE, WARPS)
-                removed = gl.split(gl.reshape(removed, [WARPS, 64, 4, 2]))
+                turns = _page_turns(pairs, starts, own, own, SHAPE, WARPS)
+                removed = gl.split(
+                    gl.reshape(_removed(along, across, turns, within, SHAPE, WARPS), [WARPS, 64, 4, 2])
+                )
             scores = ()
             for t in gl.static_range(TILES):
                 s = gl.full([WARPS, 64, 8], 0, gl.int32, layout=MMA)
