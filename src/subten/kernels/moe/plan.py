@@ -1,0 +1,228 @@
+"""What the one-launch mixture-of-experts kernel is told beyond its tensors: shape, tiles, and how work is shared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from subten.kernels.moe.inputs import SCALE_BLOCK, Experts, MoEWeights, Scoring
+
+MAX_TOKENS = 64
+"""Of one launch. Beyond, tokens are many enough to fill tiles of their own (`unfused`)."""
+
+Scales = Literal["none", "channel", "block"]
+Activations = Literal["16bit", "fp8x2", "fp8"]
+"""What the tensor cores multiply FP8 weights with: tokens in 16 bit, and weights brought to 16 bit; or weights as they
+are, and tokens as two terms in FP8 (whose sum has 8 bits of mantissa), or as one, each with a scale per token and 128
+columns. Relative errors of a layer: 3e-4, 1e-3 and 4e-2."""
+Sums = Literal["fixed", "float"]
+"""How programs add their shares of the output: as 64-bit integers, whose sum does not depend on the order, or as
+float32 (half as many bytes, and another rounding from run to run)."""
+
+_SLICES = (128, 64, 32)
+_CONVERTED_PER_THREAD = 64
+"""Weights in FP8 that a thread has in registers at a time, where they are brought to 16 bit."""
+_TILE_BYTES = 32768
+"""Of one step of a loop over weights at most, where they go from shared memory into the tensor cores."""
+_IN_FLIGHT = 65536
+"""Bytes of weights that a program has requested at any time: with two programs on each of 132 multiprocessors 17 MB,
+four times what memory delivers in the time of its latency."""
+_SHARED_MEMORY, _REGISTERS = 220 << 10, 65536
+_REGISTERS_PER_THREAD = 128
+_FINISH_BYTES = 32768
+"""Of sums that one program turns into output: the time of a few round trips to the L2."""
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """What of a block a kernel is compiled for; nothing of a batch.
+
+    Attributes:
+        hidden: width of a token.
+        intermediate: width of an expert.
+        num_experts: to choose from.
+        top_k: that a token visits.
+        renormalize: see `RouterSpec`, as the next two.
+        scoring: likewise.
+        factor: likewise.
+        scales: of the weights.
+        shared: width of the shared expert, 0 where there is none.
+        cut: width of the slices of the down projection in memory, or None.
+    """
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    renormalize: bool
+    scoring: Scoring
+    factor: float
+    scales: Scales
+    shared: int
+    cut: int | None
+
+    @classmethod
+    def of(cls, weights: MoEWeights) -> MoEShape:
+        """Of weights that `refusal` has no objection to."""
+        rule, scale = weights.rule, weights.gate_up_scale
+        return cls(
+            hidden=weights.router.shape[1],
+            intermediate=weights.experts.intermediate_size,
+            num_experts=rule.num_experts,
+            top_k=rule.top_k,
+            renormalize=rule.renormalize,
+            scoring=rule.scoring,
+            factor=rule.factor,
+            scales="none" if scale is None else "channel" if scale.ndim == 2 else "block",
+            shared=0 if weights.shared is None else weights.shared.expert.intermediate_size,
+            cut=weights.down.shape[3] if weights.down.ndim == 4 else None,
+        )
+
+    @property
+    def padded_experts(self) -> int:
+        """Experts as a tensor has them: a power of two, and whole words of bits."""
+        return max(32, power_of_two(self.num_experts))
+
+    @property
+    def scale_blocks(self) -> int:
+        """Blocks of rows of a gate or up projection."""
+        return -(-self.intermediate // SCALE_BLOCK)
+
+    @property
+    def shared_scale_blocks(self) -> int:
+        """Likewise, of the shared expert."""
+        return -(-self.shared // SCALE_BLOCK)
+
+    @property
+    def hidden_blocks(self) -> int:
+        """Blocks of columns of a gate or up projection."""
+        return -(-self.hidden // SCALE_BLOCK)
+
+
+@dataclass(frozen=True)
+class MoETuning:
+    """How one program does its work.
+
+    Attributes:
+        slice: neurons of an expert that are one item of work: their rows of gate and up, their columns of down. With
+            `activations`, this is all that the bits of a result depend on.
+        activations: see `Activations`; "16bit" for weights without scales.
+        block_k: columns of gate and up per step.
+        block_h: rows of down per step.
+        warps: of a program.
+        stages: steps in flight, the one at work included.
+    """
+
+    slice: int
+    activations: Activations
+    block_k: int
+    block_h: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class MoEPlan:
+    """How a launch is split.
+
+    Attributes:
+        tuning: of a program.
+        tokens: that a launch has room for.
+        programs: that share the items; each takes every `programs`-th.
+        finishers: programs that turn sums into output: the last to arrive, which wait for each other.
+        sums: see `Sums`.
+    """
+
+    tuning: MoETuning
+    tokens: int
+    programs: int
+    finishers: int
+    sums: Sums
+
+
+def refusal(experts: Experts) -> str | None:
+    """Why the kernel does not serve such experts, or None."""
+    weight, hidden, intermediate = experts.gate_up, experts.hidden_size, experts.intermediate_size
+    in_fp8 = weight.dtype == torch.float8_e4m3fn
+    if not in_fp8 and weight.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes weights in 16 bit or FP8, not {weight.dtype}"
+    if in_fp8 == (experts.gate_up_scale is None):
+        return "weights in FP8 have scales, and others none"
+    return size_refusal(hidden, intermediate)
+
+
+def size_refusal(hidden: int, intermediate: int) -> str | None:
+    """The same by sizes alone."""
+    if hidden % 64 or intermediate % 32:
+        return f"it takes a hidden size that is a multiple of 64 and experts of 32, not {hidden} and {intermediate}"
+    return None
+
+
+def tune_moe(shape: MoEShape, num_sms: int, activations: Activations = "16bit", tokens: int = 1) -> MoETuning:
+    """Slices as wide as leave an item of work for every multiprocessor when there is one token; at more tokens the
+    same ones, for the same bits.
+
+    On 132 multiprocessors: 2 experts of 9728 neurons are 152 items of 128; 8 of 768 are 96 items of 64, and 192 of 32.
+    All of them run at once, so that it does no harm that some multiprocessors have two: memory serves every program
+    alike. Wider slices mean fewer additions into the sums, one per output, slice and expert of a token.
+    """
+    fitting = [width for width in _SLICES if shape.intermediate % width == 0 and shape.shared % width == 0]
+    if shape.cut is not None:
+        fitting = [width for width in fitting if shape.cut % width == 0]
+    work = shape.top_k * shape.intermediate + shape.shared
+    width = next((width for width in fitting if work // width >= num_sms), fitting[-1])
+    itemsize = 2 if shape.scales == "none" else 1
+    warps = 4 if width < 64 else 8
+    tile_bytes = _TILE_BYTES
+    if itemsize == 1 and activations == "16bit":
+        tile_bytes = _CONVERTED_PER_THREAD * 32 * warps
+    block_k = _divisor(shape.hidden, min(SCALE_BLOCK, tile_bytes // (2 * width * itemsize)))
+    block_h = _divisor(shape.hidden, 64 if warps == 4 and tokens > 32 else 128)
+    step = 2 * width * block_k * itemsize + 2 * block_k * padded_tokens(tokens)
+    stages = max(3, min(6, _IN_FLIGHT // step))
+    return MoETuning(width, activations, block_k, block_h, warps, stages)
+
+
+def plan_moe(
+    shape: MoEShape,
+    tokens: int,
+    num_sms: int,
+    activations: Activations = "16bit",
+    sums: Sums = "fixed",
+    tuning: MoETuning | None = None,
+) -> MoEPlan:
+    """The plan for up to `tokens` tokens on a GPU of `num_sms` multiprocessors.
+
+    Programs are as many as run at once, each with several items where there are more: the routing is then looked at
+    once per program.
+    """
+    tuning = tuning or tune_moe(shape, num_sms, activations, tokens)
+    padded = padded_tokens(tokens)
+    itemsize = 2 if shape.scales == "none" else 1
+    experts = min(shape.num_experts, tokens * shape.top_k)
+    items = (experts * shape.intermediate + shape.shared) // tuning.slice
+    step = 2 * tuning.slice * tuning.block_k * itemsize + 2 * tuning.block_k * padded
+    resident = max(
+        1,
+        min(_SHARED_MEMORY // (step * tuning.stages), _REGISTERS // (32 * tuning.warps * _REGISTERS_PER_THREAD)),
+    )
+    sum_bytes = tokens * shape.hidden * (8 if sums == "fixed" else 4)
+    finishers = max(1, min(-(-sum_bytes // _FINISH_BYTES), num_sms // 2))
+    return MoEPlan(tuning, padded, min(items, resident * num_sms), finishers, sums)
+
+
+def padded_tokens(tokens: int) -> int:
+    """Columns of a tensor core's tile for so many tokens."""
+    return max(16, power_of_two(tokens))
+
+
+def power_of_two(n: int) -> int:
+    """The next power of two from n on."""
+    return 1 << (n - 1).bit_length()
+
+
+def _divisor(size: int, limit: int) -> int:
+    """The largest power of two up to `limit` that divides `size`."""
+    return min(size & -size, 1 << (limit.bit_length() - 1))
