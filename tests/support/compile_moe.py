@@ -38,13 +38,13 @@ class Compiled:
         name: as in the argument.
         registers: of a thread.
         spilled: bytes.
-        opcodes: of all loops, and how often they occur.
+        opcodes: how often they occur in the two shortest loops with matrix products.
     """
 
     name: str
     registers: int
     spilled: int
-    opcodes: dict[str, int]
+    opcodes: list[dict[str, int]]
 
 
 def unbacked(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -97,10 +97,19 @@ def compile_one(name: str, folder: Path) -> Compiled:
     arguments = decode_arguments(x, logits, weights, plan, scratch, torch.empty_like(x))
     tuning = plan.tuning
     code = compile_kernel(
-        decode_kernel, arguments, tuning.warps, int(capability), folder, fp_fusion=True, stages=tuning.stages
+        decode_kernel,
+        arguments,
+        tuning.warps,
+        int(capability),
+        folder,
+        fp_fusion=True,
+        stages=tuning.stages,
+        max_registers=tuning.registers,
     )
-    opcodes = Counter(opcode(line) for lines in code.loops() for line in lines)
-    return Compiled(name, code.registers, code.spilled, dict(opcodes.most_common(16)))
+    loops = [Counter(map(opcode, lines)) for lines in code.loops()]
+    products = [loop for loop in loops if any(name.endswith("MMA") for name in loop)]
+    innermost = sorted(products, key=lambda loop: loop.total())[:2]
+    return Compiled(name, code.registers, code.spilled, [dict(loop.most_common()) for loop in innermost])
 
 
 def main() -> None:

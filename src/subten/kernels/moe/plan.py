@@ -24,6 +24,7 @@ float32 (half as many bytes, and another rounding from run to run)."""
 _SLICES = (128, 64, 32)
 _CONVERTED_PER_THREAD = 64
 """Weights in FP8 that a thread has in registers at a time, where they are brought to 16 bit."""
+_OUTPUTS_PER_THREAD = 16
 _TILE_BYTES = 32768
 """Of one step of a loop over weights at most, where they go from shared memory into the tensor cores."""
 _IN_FLIGHT = 65536
@@ -31,6 +32,8 @@ _IN_FLIGHT = 65536
 four times what memory delivers in the time of its latency."""
 _SHARED_MEMORY, _REGISTERS = 220 << 10, 65536
 _REGISTERS_PER_THREAD = 128
+"""So that two programs of eight warps run on a multiprocessor, or four of four; with more than 16 tokens there are
+more sums to hold, and three of four or one of eight."""
 _FINISH_BYTES = 32768
 """Of sums that one program turns into output: the time of a few round trips to the L2."""
 
@@ -113,6 +116,7 @@ class MoETuning:
         block_h: rows of down per step.
         warps: of a program.
         stages: steps in flight, the one at work included.
+        registers: of a thread at most.
     """
 
     slice: int
@@ -121,6 +125,7 @@ class MoETuning:
     block_h: int
     warps: int
     stages: int
+    registers: int = _REGISTERS_PER_THREAD
 
 
 @dataclass(frozen=True)
@@ -179,10 +184,12 @@ def tune_moe(shape: MoEShape, num_sms: int, activations: Activations = "16bit", 
     if itemsize == 1 and activations == "16bit":
         tile_bytes = _CONVERTED_PER_THREAD * 32 * warps
     block_k = _divisor(shape.hidden, min(SCALE_BLOCK, tile_bytes // (2 * width * itemsize)))
-    block_h = _divisor(shape.hidden, 64 if warps == 4 and tokens > 32 else 128)
-    step = 2 * width * block_k * itemsize + 2 * block_k * padded_tokens(tokens)
+    columns = padded_tokens(tokens)
+    block_h = _divisor(shape.hidden, max(64, min(128, _OUTPUTS_PER_THREAD * 32 * warps // columns)))
+    step = 2 * width * block_k * itemsize + 2 * block_k * columns
     stages = max(3, min(6, _IN_FLIGHT // step))
-    return MoETuning(width, activations, block_k, block_h, warps, stages)
+    registers = _REGISTERS_PER_THREAD if columns <= 16 else 168 if warps == 4 else 255
+    return MoETuning(width, activations, block_k, block_h, warps, stages, registers)
 
 
 def plan_moe(
@@ -206,7 +213,7 @@ def plan_moe(
     step = 2 * tuning.slice * tuning.block_k * itemsize + 2 * tuning.block_k * padded
     resident = max(
         1,
-        min(_SHARED_MEMORY // (step * tuning.stages), _REGISTERS // (32 * tuning.warps * _REGISTERS_PER_THREAD)),
+        min(_SHARED_MEMORY // (step * tuning.stages), _REGISTERS // (32 * tuning.warps * tuning.registers)),
     )
     sum_bytes = tokens * shape.hidden * (8 if sums == "fixed" else 4)
     finishers = max(1, min(-(-sum_bytes // _FINISH_BYTES), num_sms // 2))

@@ -116,6 +116,7 @@ def moe_decode(
         **decode_arguments(x, logits, weights, plan, scratch, out, activation),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
+        maxnreg=tuning.registers,
     )
     return out
 
@@ -322,15 +323,16 @@ def _add_down(
     TUNING: tl.constexpr, TOKENS: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """Add `share` [TOKENS] of the slice's columns of down times `inner` [slice, TOKENS] to the sums; returns the
-    largest magnitude per token that was added."""
+    largest magnitude per token that was added, in units of the sums."""
     SLICE: tl.constexpr = TUNING.slice
     HIDDEN: tl.constexpr = SHAPE.hidden
     STEP: tl.constexpr = TUNING.block_h
     CUT: tl.constexpr = WIDTH if SHAPE.cut is None else SHAPE.cut
     TERMS: tl.constexpr = 2 if TUNING.activations == "fp8x2" else 1
     row, column, token = tl.arange(0, STEP), tl.arange(0, SLICE), tl.arange(0, TOKENS)
-    weights = weight + first_neuron // CUT * (HIDDEN * CUT) + first_neuron % CUT
-    weights += row[:, None] * CUT + column[None, :]
+    # Without the hint the compiler does not know that rows are aligned, and loads byte by byte.
+    corner = tl.multiple_of(first_neuron // CUT * (HIDDEN * CUT) + first_neuron % CUT, SLICE)
+    weights = weight + corner + row[:, None] * CUT + column[None, :]
     # Brought to at most two, lest it overflow in 16 bit.
     operand: tl.constexpr = tl.float16 if SHAPE.scales != "none" else weight.dtype.element_ty
     first, second = None, None
@@ -344,6 +346,8 @@ def _add_down(
     else:
         first, second, unit = _in_fp8(inner, TERMS)
     share *= unit
+    if FIXED:
+        share *= 1 / _UNIT
     peak = tl.zeros([STEP, TOKENS], tl.float32)
     outputs = sums + token[None, :] * HIDDEN + row[:, None]
     for start in tl.range(0, HIDDEN, STEP, num_stages=TUNING.stages):
@@ -362,8 +366,7 @@ def _add_down(
         product *= share[None, :]
         if FIXED:
             peak = tl.maximum(peak, tl.abs(product))
-            product = tl.minimum(tl.maximum(product, -_LARGEST_SHARE), _LARGEST_SHARE)
-            product = (product * (1 / _UNIT)).to(tl.int64)
+            product = product.to(tl.int64)
         tl.atomic_add(outputs + start, product, mask=visiting[None, :], sem="relaxed")
     return tl.max(peak, 0)
 
@@ -393,7 +396,7 @@ def _slice_of_expert(
     )
     if FIXED:
         token = tl.arange(0, TOKENS)
-        odd |= (peak > _LARGEST_SHARE).to(tl.int32)
+        odd |= (peak > _LARGEST_SHARE / _UNIT).to(tl.int32)
         tl.atomic_max(broken + token, odd, mask=visiting & (odd != 0), sem="relaxed")
 
 
