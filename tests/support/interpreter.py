@@ -21,7 +21,8 @@ _BITS = {8: np.uint8, 16: np.uint16, 32: np.uint32}
 
 
 def correct_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversions to bf16 and FP8 round to the nearest, and dots of bf16 and FP8 multiply numbers and not bits."""
+    """Conversions to bf16 and FP8 round to the nearest, and dots of bf16 and FP8 multiply numbers and not bits;
+    sums of a dot are exact before they are rounded, so that they do not depend on the shape of the operands."""
 
     def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
         tensor = _tensor(values, source).to(_TYPES[target.name])
@@ -29,8 +30,9 @@ def correct_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         return bits.reshape(values.shape)
 
     def dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
-        left, right = (_tensor(x.data, x.dtype.scalar).float().numpy() for x in (a, b))
-        return interpreter.TensorHandle(np.matmul(left, right) + d.data, d.dtype.scalar)
+        left, right = (_tensor(x.data, x.dtype.scalar).double().numpy() for x in (a, b))
+        sums = np.matmul(left, right) + d.data
+        return interpreter.TensorHandle(sums.astype(d.data.dtype), d.dtype.scalar)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

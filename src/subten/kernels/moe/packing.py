@@ -52,7 +52,7 @@ def _cut(down: Tensor, width: int) -> Tensor:
     num_experts, hidden, intermediate = down.shape
     cut = down.view(num_experts, intermediate // width, hidden, width)
     for expert in range(num_experts):
-        cut[expert].copy_(down[expert].view(hidden, -1, width).transpose(0, 1).contiguous())
+        cut[expert].copy_(down[expert].view(hidden, -1, width).transpose(0, 1).clone())
     return cut
 
 

@@ -14,9 +14,9 @@ MAX_TOKENS = 64
 
 Scales = Literal["none", "channel", "block"]
 Activations = Literal["16bit", "fp8x2", "fp8"]
-"""What the tensor cores multiply FP8 weights with: tokens in 16 bit, and weights brought to 16 bit; or weights as they
-are, and tokens as two terms in FP8 (whose sum has 8 bits of mantissa), or as one, each with a scale per token and 128
-columns. Relative errors of a layer: 3e-4, 1e-3 and 4e-2."""
+"""What the tensor cores multiply FP8 weights with: tokens in 16 bit, and weights brought to 16 bit; or weights as
+they are, and tokens as two terms in FP8 (whose sum has 8 bits of mantissa), or as one, with a scale per token and 128
+columns. Relative errors of a layer, sums of products taken as exact: 3e-4, 1e-3 and 4e-2."""
 Sums = Literal["fixed", "float"]
 """How programs add their shares of the output: as 64-bit integers, whose sum does not depend on the order, or as
 float32 (half as many bytes, and another rounding from run to run)."""
@@ -169,9 +169,9 @@ def tune_moe(shape: MoEShape, num_sms: int, activations: Activations = "16bit", 
     """Slices as wide as leave an item of work for every multiprocessor when there is one token; at more tokens the
     same ones, for the same bits.
 
-    On 132 multiprocessors: 2 experts of 9728 neurons are 152 items of 128; 8 of 768 are 96 items of 64, and 192 of 32.
-    All of them run at once, so that it does no harm that some multiprocessors have two: memory serves every program
-    alike. Wider slices mean fewer additions into the sums, one per output, slice and expert of a token.
+    On 132 multiprocessors: 2 experts of 9728 neurons are 152 items of 128; 8 of 768 are 96 items of 64, and 192 of
+    32. All of them run at once, so that it does no harm that some multiprocessors have two: memory serves every
+    program alike. Wider slices mean fewer additions into the sums, one per output, slice and expert of a token.
     """
     fitting = [width for width in _SLICES if shape.intermediate % width == 0 and shape.shared % width == 0]
     if shape.cut is not None:

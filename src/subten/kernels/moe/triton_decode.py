@@ -1,11 +1,12 @@
 """A mixture of experts for 1 to 64 tokens in one launch: Triton, for NVIDIA GPUs from sm_80 on.
 
 An item of work is a slice of one expert's neurons, for all tokens. A program looks at the router's logits, works out
-which experts are visited at all, and takes items in turn: it multiplies the slice's rows of gate and up with all tokens
-(those of other experts' as well: a tile of the tensor core has columns for them anyway), applies the activation, keeps
-what came of it in the operand layout of the second product, multiplies with the slice's columns of down, and adds the
-result to the sums of the tokens that visit the expert. Tokens stay where they are; no index and no intermediate goes
-through memory. Weights lie along the rows of a tile (64 at least for the tensor cores of sm_90), tokens along columns.
+which experts are visited at all, and takes items in turn: it multiplies the slice's rows of gate and up with all
+tokens (also with those that visit other experts: a tile of the tensor core has columns for them anyway), applies the
+activation, keeps what came of it as operand of the second product, multiplies with the slice's columns of down, and
+adds the result to the sums of the tokens that visit the expert. Tokens stay where they are; no index and no
+intermediate goes through global memory. Weights lie along the rows of a tile (64 at least for the tensor cores of
+sm_90), tokens along columns.
 
 Sums are integers of 64 bits in units of 2^-32, so that they do not depend on the order in which programs add to them:
 a token's result has the same bits whatever else is in the batch, and whatever happens to run first. The last programs
@@ -89,14 +90,14 @@ def moe_decode(
 ) -> Tensor:
     """Mix the experts of up to 64 tokens, `x` [tokens, hidden] in 16 bit; returns the same shape and dtype.
 
-    The host reads nothing back, so that a CUDA graph can capture the call. Of FP8 weights, tokens are multiplied in
-    fp16 or FP8: an element beyond 65504 becomes infinite. A token with a NaN or an infinity anywhere is NaN as a whole
-    in the end; others don't notice.
+    The host reads nothing back, so that a CUDA graph can capture the call. With FP8 weights, tokens are multiplied in
+    fp16 or FP8: an element beyond 65504 becomes infinite. A token with a NaN or an infinity anywhere is NaN as a
+    whole in the end (with sums in float32, where it reaches); others don't notice.
 
     Args:
         x: tokens, rows of contiguous elements.
-        weights: that `plan.refusal` has no objection to; slices of the down projection in memory, where it is cut, are
-            a multiple of those of the plan.
+        weights: that `plan.refusal` has no objection to; slices of the down projection in memory, where it is cut,
+            are a multiple of those of the plan.
         plan: how the launch is split; by default, for as many tokens as there are.
         scratch: for this plan or one with as many tokens; by default allocated and cleared, a few launches more.
         logits: of the router [tokens, num_experts], and in one more column that of the shared expert's gate where it
@@ -107,7 +108,7 @@ def moe_decode(
     shape = MoEShape.of(weights)
     if not len(x):
         return torch.empty_like(x)
-    plan = plan or plan_moe(shape, len(x), _multiprocessors(x.device))
+    plan = plan or plan_moe(shape, len(x), multiprocessors(x.device))
     scratch = scratch or MoEScratch.allocate(plan, shape.hidden, x.device)
     out = torch.empty(len(x), shape.hidden, dtype=x.dtype, device=x.device) if out is None else out
     logits = router_logits(x, weights) if logits is None else logits
@@ -129,7 +130,8 @@ def router_logits(x: Tensor, weights: MoEWeights) -> Tensor:
     return torch.cat([logits, F.linear(x, shared.gate)], 1)
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; of a CPU, as the interpreter has it, one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -217,6 +219,7 @@ def _route(logits, correction, tokens, logits_stride, SHAPE: tl.constexpr, TOKEN
         divisor = tl.sum(tl.where(chosen, score, 0.0), 1) if SHAPE.renormalize else tl.full([TOKENS], 1.0, tl.float32)
     else:
         divisor = tl.sum(tl.where(counted, tl.exp2((logit - top[:, None]) * _LOG2_E), 0.0), 1)
+    divisor = tl.where(token < tokens, divisor, 1.0)
     words = tl.reshape(chosen.to(tl.int32) << (expert % 32)[None, :], [TOKENS, SHAPE.padded_experts // 32, 32])
     return tl.sum(words, 2), tl.max(chosen.to(tl.int32), 0), top, divisor
 
@@ -245,7 +248,7 @@ def _weight(logits, expert, visiting, logits_stride, top, divisor, SHAPE: tl.con
 
 @triton.jit
 def _in_fp8(values, TERMS: tl.constexpr):
-    """Columns as e4m3 with a scale each: the first term, the second (times `_SECOND_TERM`) or None, and the scales."""
+    """Columns as e4m3 with a scale each: first term, second one (times `_SECOND_TERM`) or None, and the scales."""
     largest = tl.max(tl.abs(values), 0)
     scale = tl.where(largest > 0, largest / _E4M3_MAX, 1.0)
     scaled = values / scale[None, :]
@@ -385,12 +388,9 @@ def _slice_of_expert(
         x, weight, weight_scale, tokens, x_stride, first_neuron, WIDTH, SCALE_BLOCKS, SHAPE, TUNING, TOKENS
     )
     inner = ACTIVATION(gate, up)
-    # Of NaN and infinity, only the first is different from itself; the difference with itself is, of both.
+    # The difference with itself is not zero of NaN and of infinity.
     odd = tl.max((inner - inner != 0).to(tl.int32), 0) | (share - share != 0).to(tl.int32)
-    if FIXED:
-        visiting_sums = visiting & (odd == 0)
-    else:
-        visiting_sums = visiting
+    visiting_sums = visiting & (odd == 0) if FIXED else visiting
     peak = _add_down(
         inner, share, visiting_sums, down, down_scale, first_neuron, sums, WIDTH, SHAPE, TUNING, TOKENS, FIXED
     )
@@ -419,8 +419,8 @@ def _finish(sums, broken, out, tokens, number, finishers, SHAPE: tl.constexpr, F
 
 @triton.jit
 def decode_kernel(
-    x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up, shared_gate_up_scale, shared_down,
-    shared_down_scale, sums, broken, counters, out, tokens, x_stride, logits_stride, SHAPE: tl.constexpr,
+    x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up, shared_gate_up_scale,
+    shared_down, shared_down_scale, sums, broken, counters, out, tokens, x_stride, logits_stride, SHAPE: tl.constexpr,
     TUNING: tl.constexpr, TOKENS: tl.constexpr, FINISHERS: tl.constexpr, FIXED: tl.constexpr, GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
