@@ -41,9 +41,7 @@ def block(
         weight(rule.num_experts, hidden) * 3,
         weight(rule.num_experts, 2 * intermediate, hidden),
         weight(rule.num_experts, hidden, intermediate),
-        SharedExpertWeights(
-            weight(2 * shared, hidden), weight(hidden, shared), weight(1, hidden) if gated else None
-        )
+        SharedExpertWeights(weight(2 * shared, hidden), weight(hidden, shared), weight(1, hidden) if gated else None)
         if shared
         else None,
         correction=0.2 * gaussian(rule.num_experts, seed=next(parts)) if corrected else None,

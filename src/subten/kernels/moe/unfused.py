@@ -13,15 +13,18 @@ from subten.kernels.moe.router import route
 from subten.kernels.precision import at_least_float32
 
 
-def moe_unfused(x: Tensor, weights: MoEWeights) -> Tensor:
+def moe_unfused(x: Tensor, weights: MoEWeights, *, logits: Tensor | None = None) -> Tensor:
     """Mix the SwiGLU experts of each token of `x` [tokens, hidden]; returns the same shape and dtype.
+
+    `logits` [tokens, num_experts] of the router are computed here by default.
 
     Nothing is read back to the host and no shape depends on the routing: a CUDA graph can capture it. Where torch has
     no grouped GEMM for the device and dtype (it has for bfloat16 from compute capability 9.0 on), every expert is
     applied to every row and the right one chosen. Experts in FP8 are restored in `x`'s dtype, which takes memory for
     the block in that dtype and is no more than a way to have the result. Sums are in float32 (float64 for float64).
     """
-    chosen, shares = route(F.linear(x, weights.router), weights.rule, weights.correction)
+    logits = F.linear(x, weights.router) if logits is None else logits
+    chosen, shares = route(logits, weights.rule, weights.correction)
     order = chosen.flatten().argsort(stable=True)
     by_expert = chosen.flatten()[order]
     numbers = torch.arange(weights.rule.num_experts, device=x.device)
