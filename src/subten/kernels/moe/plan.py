@@ -165,19 +165,32 @@ def size_refusal(hidden: int, intermediate: int) -> str | None:
     return None
 
 
-def tune_moe(shape: MoEShape, num_sms: int, activations: Activations = "16bit", tokens: int = 1) -> MoETuning:
-    """Slices as wide as leave an item of work for every multiprocessor when there is one token; at more tokens the
-    same ones, for the same bits.
+def slice_widths(shape: MoEShape) -> list[int]:
+    """Widths that a slice can have, the widest first."""
+    cut = shape.cut or _SLICES[0]
+    sizes = (shape.intermediate, shape.shared, cut)
+    return [width for width in _SLICES if all(size % width == 0 for size in sizes)]
 
-    On 132 multiprocessors: 2 experts of 9728 neurons are 152 items of 128; 8 of 768 are 96 items of 64, and 192 of
-    32. All of them run at once, so that it does no harm that some multiprocessors have two: memory serves every
-    program alike. Wider slices mean fewer additions into the sums, one per output, slice and expert of a token.
+
+def slice_width(shape: MoEShape, num_sms: int, tokens: int = 1) -> int:
+    """The widest that leaves an item of work for every multiprocessor.
+
+    On 132 multiprocessors and at one token, 2 experts of 9728 neurons are 152 items of 128; 8 of 768 are 96 items of
+    64, and 192 of 32. All of them run at once, so that it does no harm that some multiprocessors have two: memory
+    serves every program alike. Wider slices mean fewer additions into the sums, one per output, slice and expert of a
+    token.
     """
-    fitting = [width for width in _SLICES if shape.intermediate % width == 0 and shape.shared % width == 0]
-    if shape.cut is not None:
-        fitting = [width for width in fitting if shape.cut % width == 0]
-    work = shape.top_k * shape.intermediate + shape.shared
-    width = next((width for width in fitting if work // width >= num_sms), fitting[-1])
+    work = min(shape.num_experts, tokens * shape.top_k) * shape.intermediate + shape.shared
+    widths = slice_widths(shape)
+    return next((width for width in widths if work // width >= num_sms), widths[-1])
+
+
+def tune_moe(
+    shape: MoEShape, num_sms: int, activations: Activations = "16bit", tokens: int = 1, width: int | None = None
+) -> MoETuning:
+    """Tiles for slices of this width; by default, that for one token, so that the bits of a result do not depend on
+    how many tokens there are."""
+    width = width or slice_width(shape, num_sms)
     itemsize = 2 if shape.scales == "none" else 1
     warps = 4 if width < 64 else 8
     tile_bytes = _TILE_BYTES
