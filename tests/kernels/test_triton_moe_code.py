@@ -14,6 +14,7 @@ FINE, COARSE, *OTHERS = (
     "fine/channel/16bit/1/90",
     "coarse/block/fp8x2/8/90",
     "coarse/bf16/16bit/8/90",
+    "fine/channel/fp8/32/90",
     "sigmoid/bf16/16bit/8/80",
     "shared/bf16+/16bit/32/80",
     "fine/channel/16bit/8/100",

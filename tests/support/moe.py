@@ -49,7 +49,7 @@ def block(
     return made if kind in ("bf16", "fp16") else quantised(made, blocks=kind == "block")
 
 
-def tokens(count: int, hidden: int = HIDDEN, seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def tokens(count: int, hidden: int = HIDDEN, seed: int = 999_983, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return gaussian(count, hidden, seed=seed).to(dtype)
 
 

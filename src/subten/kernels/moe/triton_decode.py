@@ -248,12 +248,12 @@ def _weight(logits, expert, visiting, logits_stride, top, divisor, SHAPE: tl.con
 
 @triton.jit
 def _in_fp8(values, TERMS: tl.constexpr):
-    """Columns as e4m3 with a scale each: first term, second one (times `_SECOND_TERM`) or None, and the scales."""
+    """Columns as e4m3 with a scale each: first term, second one (times `_SECOND_TERM`) if wanted, and the scales."""
     largest = tl.max(tl.abs(values), 0)
     scale = tl.where(largest > 0, largest / _E4M3_MAX, 1.0)
     scaled = values / scale[None, :]
     first = scaled.to(tl.float8e4nv)
-    second = None
+    second = first
     if TERMS == 2:
         second = ((scaled - first.to(tl.float32)) * _SECOND_TERM).to(tl.float8e4nv)
     return first, second, scale

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from subten.errors import KernelUnavailableError
 from subten.kernels.moe.inputs import MoEWeights
+from subten.kernels.moe.packing import E4M3
 from subten.kernels.moe.plan import MAX_TOKENS, Activations, MoEPlan, MoEShape, Sums, plan_moe, refusal
 from subten.kernels.moe.triton_decode import MoEScratch, moe_decode, multiprocessors
 from subten.kernels.moe.unfused import moe_unfused
@@ -31,7 +32,7 @@ class TritonMoE:
         if len(x) > MAX_TOKENS:
             return moe_unfused(x, weights)
         blocks = (weights.experts, *([weights.shared.expert] if weights.shared else []))
-        reason = next((reason for reason in map(refusal, blocks) if reason), None)
+        reason = next((reason for reason in map(refusal, blocks) if reason), None) or _no_fp8(weights)
         if reason is not None:
             raise KernelUnavailableError(f"the triton kernel does not serve these experts: {reason}")
         if not len(x):
@@ -57,6 +58,13 @@ class TritonMoE:
             return scratch  # It lies in the graph's own memory, and is cleared by every replay.
         self._scratch[key] = scratch
         return scratch
+
+
+def _no_fp8(weights: MoEWeights) -> str | None:
+    weight = weights.gate_up
+    if weight.dtype == E4M3 and weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9):
+        return "weights in FP8 need compute capability 8.9 or more"
+    return None
 
 
 MOE = TritonMoE()
