@@ -10,7 +10,7 @@ import torch
 from subten.errors import KernelUnavailableError
 from subten.kernels.moe import RouterSpec, moe_reference, route
 from subten.kernels.moe.packing import cut_down, wide_down
-from subten.kernels.moe.plan import MAX_TOKENS, MoEShape, plan_moe, tune_moe
+from subten.kernels.moe.plan import MAX_TOKENS, MoEShape, most_items, plan_moe, tune_moe
 from subten.kernels.moe.triton_decode import MoEScratch, moe_decode
 from subten.kernels.moe.triton_moe import TritonMoE
 from support.device_code import quicken_interpreter
@@ -163,6 +163,32 @@ def test_the_same_bits_in_any_batch_and_order_of_work(kind, activations) -> None
         assert torch.equal(run(x[:count], weights, activations, logits=logits[:count]), together[:count])
     for programs in (1, 3, 24):
         assert torch.equal(run(x, weights, activations, logits=logits, programs=programs), together)
+
+
+def test_more_tokens_to_an_expert_than_columns() -> None:
+    weights, x = block(RENORMALISED, "block", shared=32), tokens(33)
+    logits = logits_of(x, weights)
+    logits[:, 2] = torch.where(torch.arange(33) % 5 == 1, -9, 9)
+    tuning = tune_moe(MoEShape.of(weights), SMS)
+    found = [run(x, weights, logits=logits, tuning=replace(tuning, columns=columns)) for columns in (8, 16, 64)]
+    assert error(found[0], expected(x, weights, logits)) <= EXACT
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_no_routing_has_more_items_than_are_planned_for() -> None:
+    shape = MoEShape.of(block(RouterSpec(8, 3, True), shared=32))
+    for count, columns in ((1, 8), (9, 8), (64, 8), (64, 16)):
+        tuning = replace(tune_moe(shape, SMS), columns=columns)
+        tiles = [0] * 8
+        for expert in range(count * 3):
+            tiles[expert % 8] += 1
+        worst = max(
+            sum(-(-visits // columns) for visits in spread)
+            for spread in (tiles, [count] * 3, [1] * min(5, count * 3) + [count] * 2)
+        )
+        shared = -(-count // columns)
+        assert most_items(shape, count, tuning) >= (worst * shape.intermediate + shared * shape.shared) / tuning.slice
 
 
 def test_one_plan_for_the_bits_at_all_numbers_of_tokens() -> None:

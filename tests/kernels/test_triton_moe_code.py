@@ -15,6 +15,7 @@ FINE, COARSE, *OTHERS = (
     "coarse/block/fp8x2/8/90",
     "coarse/bf16/16bit/8/90",
     "fine/channel/fp8/32/90",
+    "coarse/channel/16bit/64/90",
     "sigmoid/bf16/16bit/8/80",
     "shared/bf16+/16bit/32/80",
     "fine/channel/16bit/8/100",
@@ -40,17 +41,19 @@ def test_it_compiles_for_all_generations(compiled: dict[str, dict]) -> None:
     assert all(result["spilled"] <= 320 for result in compiled.values())
 
 
-@pytest.mark.parametrize("name", [FINE, COARSE])
-def test_the_loops_over_weights(compiled: dict[str, dict], name: str) -> None:
-    """Weights are copied ahead into shared memory, 16 bytes at a time, and multiplied by warp groups; additions to
-    the sums wait for nothing; two programs of eight warps run on a multiprocessor."""
+@pytest.mark.parametrize(("name", "product", "registers"), [(FINE, "HMMA", 168), (COARSE, "QGMMA", 128)])
+def test_the_loops_over_weights(compiled: dict[str, dict], name: str, product: str, registers: int) -> None:
+    """Weights are copied ahead into shared memory, 16 bytes at a time. With tokens in 16 bit, all warps but no warp
+    groups multiply, whatever the number of columns, and read fragments that are matrices in shared memory; with FP8,
+    the tensor cores read shared memory themselves. Additions to the sums wait for nothing. Three programs of four
+    warps, six of two or two of eight run on a multiprocessor."""
     result = compiled[name]
-    assert result["registers"] <= 128
+    assert result["registers"] <= registers
     assert len(result["opcodes"]) == 2
     for opcodes in result["opcodes"]:
-        assert "HMMA" not in opcodes
-        assert opcodes.get("QGMMA", 0) + opcodes.get("HGMMA", 0) >= 4
+        assert {opcode for opcode in opcodes if opcode.endswith("MMA")} == {product}
         assert "LDGSTS" in opcodes
+        assert ("LDSM" in opcodes) == (product == "HMMA")
         assert opcodes.get("LDG", 0) <= 2, "weights are read one by one"
         assert not {"ATOMG", "LDL", "STL"} & set(opcodes)
     assert sum("REDG" in opcodes for opcodes in result["opcodes"]) == 1

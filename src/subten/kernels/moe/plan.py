@@ -22,18 +22,14 @@ Sums = Literal["fixed", "float"]
 float32 (half as many bytes, and another rounding from run to run)."""
 
 _SLICES = (128, 64, 32)
-_CONVERTED_PER_THREAD = 64
-"""Weights in FP8 that a thread has in registers at a time, where they are brought to 16 bit."""
-_OUTPUTS_PER_THREAD = 16
 _TILE_BYTES = 32768
-"""Of one step of a loop over weights at most, where they go from shared memory into the tensor cores."""
+"""Of one step of a loop over weights at most."""
 _IN_FLIGHT = 65536
 """Bytes of weights that a program has requested at any time: with two programs on each of 132 multiprocessors 17 MB,
 four times what memory delivers in the time of its latency."""
 _SHARED_MEMORY, _REGISTERS = 220 << 10, 65536
-_REGISTERS_PER_THREAD = 128
-"""So that two programs of eight warps run on a multiprocessor, or four of four; with more than 16 tokens there are
-more sums to hold, and three of four or one of eight."""
+_WARPS_OF_SYNC = 2
+"""Fewer than a warp group, so that products of more than 8 columns are `mma.sync` too, as those of 8 are."""
 _FINISH_BYTES = 32768
 """Of sums that one program turns into output: the time of a few round trips to the L2."""
 
@@ -114,6 +110,7 @@ class MoETuning:
         activations: see `Activations`; "16bit" for weights without scales.
         block_k: columns of gate and up per step.
         block_h: rows of down per step.
+        columns: tokens of an expert that are one item of work; more of them are further items.
         warps: of a program.
         stages: steps in flight, the one at work included.
         registers: of a thread at most.
@@ -123,9 +120,10 @@ class MoETuning:
     activations: Activations
     block_k: int
     block_h: int
+    columns: int
     warps: int
     stages: int
-    registers: int = _REGISTERS_PER_THREAD
+    registers: int
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ class MoEPlan:
 
     Attributes:
         tuning: of a program.
-        tokens: that a launch has room for.
+        tokens: that a launch has room for, a power of two.
         programs: that share the items; each takes every `programs`-th.
         finishers: programs that turn sums into output: the last to arrive, which wait for each other.
         sums: see `Sums`.
@@ -192,17 +190,30 @@ def tune_moe(
     how many tokens there are."""
     width = width or slice_width(shape, num_sms)
     itemsize = 2 if shape.scales == "none" else 1
-    warps = 4 if width < 64 else 8
-    tile_bytes = _TILE_BYTES
-    if itemsize == 1 and activations == "16bit":
-        tile_bytes = _CONVERTED_PER_THREAD * 32 * warps
-    block_k = _divisor(shape.hidden, min(SCALE_BLOCK, tile_bytes // (2 * width * itemsize)))
-    columns = padded_tokens(tokens)
-    block_h = _divisor(shape.hidden, max(64, min(128, _OUTPUTS_PER_THREAD * 32 * warps // columns)))
-    step = 2 * width * block_k * itemsize + 2 * block_k * columns
-    stages = max(3, min(6, _IN_FLIGHT // step))
-    registers = _REGISTERS_PER_THREAD if columns <= 16 else 168 if warps == 4 else 255
-    return MoETuning(width, activations, block_k, block_h, warps, stages, registers)
+    columns = tile_columns(shape, activations, tokens)
+    if activations == "16bit":
+        warps = 4 if columns == 8 and width > 32 else _WARPS_OF_SYNC
+        registers = 168 if columns == 8 else 255
+    else:
+        warps = 4 if width < 64 else 8
+        registers = 128 if columns <= 16 else 168 if warps == 4 else 255
+    block_k = _divisor(shape.hidden, min(SCALE_BLOCK, _TILE_BYTES // (2 * width * itemsize)))
+    block_h = _divisor(shape.hidden, max(64, min(128, 512 * warps // columns)))
+    stages = max(3, min(6, _IN_FLIGHT // _step_bytes(width, block_k, itemsize, columns)))
+    return MoETuning(width, activations, block_k, block_h, columns, warps, stages, registers)
+
+
+def tile_columns(shape: MoEShape, activations: Activations, tokens: int) -> int:
+    """For as many tokens as an expert can be expected to have, and half as many again.
+
+    A column without a token is computed in vain, and so is a part of the work on each output; tokens beyond the last
+    column take the slice's weights from the L2 once more. Of 8 experts for 2 each at 32 tokens, one has 8 of them on
+    average and hardly ever more than 16; of 128 for 8 each, 2 and hardly ever more than 8. Tokens in FP8 are
+    multiplied by warp groups, whose products of 8 columns are not made of FP8 everywhere.
+    """
+    least, most = (8, 16) if activations == "16bit" else (16, 64)
+    expected = -(-3 * tokens * shape.top_k // (2 * shape.num_experts))
+    return max(least, min(most, power_of_two(expected), padded_tokens(tokens)))
 
 
 def plan_moe(
@@ -219,23 +230,30 @@ def plan_moe(
     once per program.
     """
     tuning = tuning or tune_moe(shape, num_sms, activations, tokens)
-    padded = padded_tokens(tokens)
     itemsize = 2 if shape.scales == "none" else 1
-    experts = min(shape.num_experts, tokens * shape.top_k)
-    items = (experts * shape.intermediate + shape.shared) // tuning.slice
-    step = 2 * tuning.slice * tuning.block_k * itemsize + 2 * tuning.block_k * padded
+    step = _step_bytes(tuning.slice, tuning.block_k, itemsize, tuning.columns)
     resident = max(
         1,
         min(_SHARED_MEMORY // (step * tuning.stages), _REGISTERS // (32 * tuning.warps * tuning.registers)),
     )
     sum_bytes = tokens * shape.hidden * (8 if sums == "fixed" else 4)
     finishers = max(1, min(-(-sum_bytes // _FINISH_BYTES), num_sms // 2))
-    return MoEPlan(tuning, padded, min(items, resident * num_sms), finishers, sums)
+    programs = min(most_items(shape, tokens, tuning), resident * num_sms)
+    return MoEPlan(tuning, padded_tokens(tokens), programs, finishers, sums)
+
+
+def most_items(shape: MoEShape, tokens: int, tuning: MoETuning) -> int:
+    """That there can be, whatever the routing."""
+    visits = tokens * shape.top_k
+    visited = min(shape.num_experts, visits)
+    tiles = visited + (visits - visited) // tuning.columns
+    shared = -(-tokens // tuning.columns) * shape.shared
+    return (tiles * shape.intermediate + shared) // tuning.slice
 
 
 def padded_tokens(tokens: int) -> int:
-    """Columns of a tensor core's tile for so many tokens."""
-    return max(16, power_of_two(tokens))
+    """Of tensors with a place for each: a power of two."""
+    return max(8, power_of_two(tokens))
 
 
 def power_of_two(n: int) -> int:
@@ -246,3 +264,8 @@ def power_of_two(n: int) -> int:
 def _divisor(size: int, limit: int) -> int:
     """The largest power of two up to `limit` that divides `size`."""
     return min(size & -size, 1 << (limit.bit_length() - 1))
+
+
+def _step_bytes(width: int, block_k: int, itemsize: int, columns: int) -> int:
+    """Of weights and tokens that one step of the first loop reads."""
+    return 2 * width * block_k * itemsize + 2 * block_k * columns

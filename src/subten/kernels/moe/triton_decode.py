@@ -1,12 +1,12 @@
 """A mixture of experts for 1 to 64 tokens in one launch: Triton, for NVIDIA GPUs from sm_80 on.
 
-An item of work is a slice of one expert's neurons, for all tokens. A program looks at the router's logits, works out
-which experts are visited at all, and takes items in turn: it multiplies the slice's rows of gate and up with all
-tokens (also with those that visit other experts: a tile of the tensor core has columns for them anyway), applies the
-activation, keeps what came of it as operand of the second product, multiplies with the slice's columns of down, and
-adds the result to the sums of the tokens that visit the expert. Tokens stay where they are; no index and no
-intermediate goes through global memory. Weights lie along the rows of a tile (64 at least for the tensor cores of
-sm_90), tokens along columns.
+An item of work is a slice of one expert's neurons, for up to so many of its tokens as a tile of the tensor core has
+columns. A program looks at the router's logits, works out which tokens visit which expert, and takes items in turn: it
+multiplies the slice's rows of gate and up with the tokens, applies the activation, keeps what came of it as operand of
+the second product, multiplies with the slice's columns of down, and adds the result to the tokens' sums. Tokens stay
+where they are and are read by their number, which is worked out in registers; no index and no intermediate goes
+through global memory. Weights lie along the rows of a tile, tokens along columns. Items of one slice follow each other,
+so that its weights come from memory once and from the L2 for the second.
 
 Sums are integers of 64 bits in units of 2^-32, so that they do not depend on the order in which programs add to them:
 a token's result has the same bits whatever else is in the batch, and whatever happens to run first. The last programs
@@ -197,7 +197,7 @@ def _rank_key(score, expert):
 
 @triton.jit
 def _route(logits, correction, tokens, logits_stride, SHAPE: tl.constexpr, TOKENS: tl.constexpr):
-    """Which experts every token visits, as bits of words [TOKENS, experts / 32], which experts are visited at all
+    """Which experts every token visits, as bits of words [TOKENS, experts / 32], how many tokens every expert has
     [experts], and of every token its highest logit, and what its scores are divided by."""
     TOP_K: tl.constexpr = SHAPE.top_k
     token, expert = tl.arange(0, TOKENS), tl.arange(0, SHAPE.padded_experts)
@@ -221,7 +221,7 @@ def _route(logits, correction, tokens, logits_stride, SHAPE: tl.constexpr, TOKEN
         divisor = tl.sum(tl.where(counted, tl.exp2((logit - top[:, None]) * _LOG2_E), 0.0), 1)
     divisor = tl.where(token < tokens, divisor, 1.0)
     words = tl.reshape(chosen.to(tl.int32) << (expert % 32)[None, :], [TOKENS, SHAPE.padded_experts // 32, 32])
-    return tl.sum(words, 2), tl.max(chosen.to(tl.int32), 0), top, divisor
+    return tl.sum(words, 2), tl.sum(chosen.to(tl.int32), 0), top, divisor
 
 
 @triton.jit
@@ -233,14 +233,19 @@ def _visits(words, expert, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _weight(logits, expert, visiting, logits_stride, top, divisor, SHAPE: tl.constexpr, TOKENS: tl.constexpr):
-    """Of one expert, for every token that visits it."""
-    token = tl.arange(0, TOKENS)
-    logit = tl.load(logits + token * logits_stride + expert, mask=visiting, other=0.0).to(tl.float32)
+def _weight(logits, expert, token, real, logits_stride, top, divisor, SHAPE: tl.constexpr):
+    """Of one expert for these tokens, of which `real` ones visit it."""
+    logit = tl.load(logits + token * logits_stride + expert, mask=real, other=0.0).to(tl.float32)
     if SHAPE.scoring == "sigmoid":
         return _score(logit, SHAPE) / divisor * SHAPE.factor
     else:
         return tl.exp2((logit - top) * _LOG2_E) / divisor * SHAPE.factor
+
+
+@triton.jit
+def _of_columns(here, values):
+    """For every column the value of the token that is `here` [columns, TOKENS], or zero where none is."""
+    return tl.sum(tl.where(here, values[None, :], 0), 1)
 
 
 # --- products ------------------------------------------------------------------------------------------------
@@ -269,10 +274,11 @@ def _multiply_fp8(weight, first, second, TERMS: tl.constexpr):
 
 @triton.jit
 def _gate_and_up(
-    x, weight, scale, tokens, x_stride, first_neuron, WIDTH: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
-    SHAPE: tl.constexpr, TUNING: tl.constexpr, TOKENS: tl.constexpr,
+    x, weight, scale, token, real, x_stride, first_neuron, WIDTH: tl.constexpr, SCALE_BLOCKS: tl.constexpr,
+    SHAPE: tl.constexpr, TUNING: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up of one slice of an expert of this `WIDTH`, each [slice, TOKENS] in float32.
+    """Gate and up of one slice of an expert of this `WIDTH`, each [slice, columns] in float32, for tokens of these
+    numbers where they are `real`.
 
     Rows of both lie together in one tile, in turns of eight: one stream of weights and one product serve both, and a
     thread holds a gate and its up.
@@ -281,17 +287,18 @@ def _gate_and_up(
     HIDDEN: tl.constexpr = SHAPE.hidden
     STEP: tl.constexpr = TUNING.block_k
     TERMS: tl.constexpr = 2 if TUNING.activations == "fp8x2" else 1
-    row, k, token = tl.arange(0, 2 * SLICE), tl.arange(0, STEP), tl.arange(0, TOKENS)
+    COLUMNS: tl.constexpr = TUNING.columns
+    row, k = tl.arange(0, 2 * SLICE), tl.arange(0, STEP)
     neuron, half = first_neuron + row // 16 * 8 + row % 8, row // 8 % 2
     weights = weight + (half * WIDTH + neuron)[:, None] * HIDDEN + k[None, :]
     columns = x + token[None, :] * x_stride + k[:, None]
     block_scales = scale
     if SHAPE.scales == "block":
         block_scales = scale + (half * SCALE_BLOCKS + neuron // _SCALE_BLOCK) * SHAPE.hidden_blocks
-    both = tl.zeros([2 * SLICE, TOKENS], tl.float32)
+    both = tl.zeros([2 * SLICE, COLUMNS], tl.float32)
     for start in tl.range(0, HIDDEN, STEP, num_stages=TUNING.stages):
         tile = tl.load(weights + start, eviction_policy="evict_first")
-        values = tl.load(columns + start, mask=(token < tokens)[None, :], other=0.0)
+        values = tl.load(columns + start, mask=real[None, :], other=0.0)
         if TUNING.activations == "16bit":
             operand: tl.constexpr = tl.float16 if SHAPE.scales != "none" else weight.dtype.element_ty
             if SHAPE.scales == "block":
@@ -308,9 +315,9 @@ def _gate_and_up(
                 both += product * unit[None, :]
     if SHAPE.scales == "channel":
         both *= tl.load(scale + half * WIDTH + neuron)[:, None]
-    pairs = tl.permute(tl.reshape(both, [SLICE // 8, 2, 8, TOKENS]), (0, 2, 3, 1))
+    pairs = tl.permute(tl.reshape(both, [SLICE // 8, 2, 8, COLUMNS]), (0, 2, 3, 1))
     gate, up = tl.split(pairs)
-    return tl.reshape(gate, [SLICE, TOKENS]), tl.reshape(up, [SLICE, TOKENS])
+    return tl.reshape(gate, [SLICE, COLUMNS]), tl.reshape(up, [SLICE, COLUMNS])
 
 
 @triton.jit
@@ -322,17 +329,18 @@ def _power_of_two(x):
 
 @triton.jit
 def _add_down(
-    inner, share, visiting, weight, scale, first_neuron, sums, WIDTH: tl.constexpr, SHAPE: tl.constexpr,
-    TUNING: tl.constexpr, TOKENS: tl.constexpr, FIXED: tl.constexpr,
+    inner, share, token, real, weight, scale, first_neuron, sums, WIDTH: tl.constexpr, SHAPE: tl.constexpr,
+    TUNING: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
-    """Add `share` [TOKENS] of the slice's columns of down times `inner` [slice, TOKENS] to the sums; returns the
-    largest magnitude per token that was added, in units of the sums."""
+    """Add `share` [columns] of the slice's columns of down times `inner` [slice, columns] to the sums of the `real`
+    ones among these tokens; returns the largest magnitude per token that was added, in units of the sums."""
     SLICE: tl.constexpr = TUNING.slice
     HIDDEN: tl.constexpr = SHAPE.hidden
+    COLUMNS: tl.constexpr = TUNING.columns
     STEP: tl.constexpr = TUNING.block_h
     CUT: tl.constexpr = WIDTH if SHAPE.cut is None else SHAPE.cut
     TERMS: tl.constexpr = 2 if TUNING.activations == "fp8x2" else 1
-    row, column, token = tl.arange(0, STEP), tl.arange(0, SLICE), tl.arange(0, TOKENS)
+    row, column = tl.arange(0, STEP), tl.arange(0, SLICE)
     # Without the hint the compiler does not know that rows are aligned, and loads byte by byte.
     corner = tl.multiple_of(first_neuron // CUT * (HIDDEN * CUT) + first_neuron % CUT, SLICE)
     weights = weight + corner + row[:, None] * CUT + column[None, :]
@@ -351,7 +359,7 @@ def _add_down(
     share *= unit
     if FIXED:
         share *= 1 / _UNIT
-    peak = tl.zeros([STEP, TOKENS], tl.float32)
+    peak = tl.zeros([STEP, COLUMNS], tl.float32)
     outputs = sums + token[None, :] * HIDDEN + row[:, None]
     for start in tl.range(0, HIDDEN, STEP, num_stages=TUNING.stages):
         tile = tl.load(weights + start * CUT, eviction_policy="evict_first")
@@ -370,7 +378,7 @@ def _add_down(
         if FIXED:
             peak = tl.maximum(peak, tl.abs(product))
             product = product.to(tl.int64)
-        tl.atomic_add(outputs + start, product, mask=visiting[None, :], sem="relaxed")
+        tl.atomic_add(outputs + start, product, mask=real[None, :], sem="relaxed")
     return tl.max(peak, 0)
 
 
@@ -379,25 +387,22 @@ def _add_down(
 
 @triton.jit
 def _slice_of_expert(
-    x, weight, weight_scale, down, down_scale, share, visiting, first_neuron, tokens, x_stride, sums, broken,
-    WIDTH: tl.constexpr, SCALE_BLOCKS: tl.constexpr, SHAPE: tl.constexpr, TUNING: tl.constexpr,
-    TOKENS: tl.constexpr, FIXED: tl.constexpr, ACTIVATION: tl.constexpr,
+    x, weight, weight_scale, down, down_scale, share, token, real, first_neuron, x_stride, sums, broken,
+    WIDTH: tl.constexpr, SCALE_BLOCKS: tl.constexpr, SHAPE: tl.constexpr, TUNING: tl.constexpr, FIXED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """One item of work."""
     gate, up = _gate_and_up(
-        x, weight, weight_scale, tokens, x_stride, first_neuron, WIDTH, SCALE_BLOCKS, SHAPE, TUNING, TOKENS
+        x, weight, weight_scale, token, real, x_stride, first_neuron, WIDTH, SCALE_BLOCKS, SHAPE, TUNING
     )
     inner = ACTIVATION(gate, up)
     # The difference with itself is not zero of NaN and of infinity.
     odd = tl.max((inner - inner != 0).to(tl.int32), 0) | (share - share != 0).to(tl.int32)
-    visiting_sums = visiting & (odd == 0) if FIXED else visiting
-    peak = _add_down(
-        inner, share, visiting_sums, down, down_scale, first_neuron, sums, WIDTH, SHAPE, TUNING, TOKENS, FIXED
-    )
+    summed = real & (odd == 0) if FIXED else real
+    peak = _add_down(inner, share, token, summed, down, down_scale, first_neuron, sums, WIDTH, SHAPE, TUNING, FIXED)
     if FIXED:
-        token = tl.arange(0, TOKENS)
         odd |= (peak > _LARGEST_SHARE / _UNIT).to(tl.int32)
-        tl.atomic_max(broken + token, odd, mask=visiting & (odd != 0), sem="relaxed")
+        tl.atomic_max(broken + token, odd, mask=real & (odd != 0), sem="relaxed")
 
 
 @triton.jit
@@ -424,32 +429,45 @@ def decode_kernel(
     TUNING: tl.constexpr, TOKENS: tl.constexpr, FINISHERS: tl.constexpr, FIXED: tl.constexpr, GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs. The shared expert's slices come first, then those of visited experts."""
+    """Grid: any number of programs. The shared expert's items come first, then those of visited experts."""
     SLICE: tl.constexpr = TUNING.slice
+    COLUMNS: tl.constexpr = TUNING.columns
     SLICES: tl.constexpr = SHAPE.intermediate // SLICE
     SHARED_SLICES: tl.constexpr = SHAPE.shared // SLICE
-    token, number = tl.arange(0, TOKENS), tl.arange(0, SHAPE.padded_experts)
-    words, visited, top, divisor = _route(logits, correction, tokens, logits_stride, SHAPE, TOKENS)
-    position = tl.cumsum(visited, 0) - visited
-    items = tl.sum(visited, 0) * SLICES + SHARED_SLICES
+    token, number, column = tl.arange(0, TOKENS), tl.arange(0, SHAPE.padded_experts), tl.arange(0, COLUMNS)
+    words, visitors, top, divisor = _route(logits, correction, tokens, logits_stride, SHAPE, TOKENS)
+    tiles = tl.cdiv(visitors, COLUMNS)
+    first_tile = tl.cumsum(tiles, 0) - tiles
+    shared_tiles = tl.cdiv(tokens, COLUMNS)
+    shared_items = SHARED_SLICES * shared_tiles
+    items = shared_items + tl.sum(tiles, 0) * SLICES
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        if item < SHARED_SLICES:
+        if item < shared_items:
             if SHARED_SLICES > 0:
-                share = tl.full([TOKENS], 1.0, tl.float32)
+                of_column = item % shared_tiles * COLUMNS + column
+                real = of_column < tokens
+                share = tl.full([COLUMNS], 1.0, tl.float32)
                 if GATED:
-                    gate_logits = logits + token * logits_stride + SHAPE.num_experts
-                    logit = tl.load(gate_logits, mask=token < tokens, other=0.0).to(tl.float32)
-                    share = 1 / (1 + tl.exp2(logit * -_LOG2_E))
+                    gate_logits = logits + of_column * logits_stride + SHAPE.num_experts
+                    share = 1 / (1 + tl.exp2(tl.load(gate_logits, mask=real, other=0.0).to(tl.float32) * -_LOG2_E))
                 _slice_of_expert(
-                    x, shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale, share, token < tokens,
-                    item * SLICE, tokens, x_stride, sums, broken, SHAPE.shared, SHAPE.shared_scale_blocks, SHAPE,
-                    TUNING, TOKENS, FIXED, ACTIVATION,
+                    x, shared_gate_up, shared_gate_up_scale, shared_down, shared_down_scale, share, of_column, real,
+                    item // shared_tiles * SLICE, x_stride, sums, broken, SHAPE.shared, SHAPE.shared_scale_blocks,
+                    SHAPE, TUNING, FIXED, ACTIVATION,
                 )  # fmt: skip
         else:
-            place = (item - SHARED_SLICES) // SLICES
-            expert = tl.sum(tl.where((visited != 0) & (position == place), number, 0), 0)
-            visiting = _visits(words, expert, SHAPE)
-            share = _weight(logits, expert, visiting, logits_stride, top, divisor, SHAPE, TOKENS)
+            tile = (item - shared_items) // SLICES
+            this = (first_tile <= tile) & (tile < first_tile + tiles)
+            expert = tl.sum(tl.where(this, number, 0), 0)
+            of_expert = item - shared_items - tl.sum(tl.where(this, first_tile, 0), 0) * SLICES
+            tiles_of_expert = tl.sum(tl.where(this, tiles, 0), 0)
+            visiting = _visits(words, expert, SHAPE).to(tl.int32)
+            place = tl.cumsum(visiting, 0) - visiting - of_expert % tiles_of_expert * COLUMNS
+            here = (visiting != 0)[None, :] & (place[None, :] == column[:, None])
+            real = tl.max(here.to(tl.int32), 1) != 0
+            of_column = _of_columns(here, token)
+            divided_by = tl.where(real, _of_columns(here, divisor), 1.0)
+            share = _weight(logits, expert, of_column, real, logits_stride, _of_columns(here, top), divided_by, SHAPE)
             expert = expert.to(tl.int64)
             gate_up_scales, down_scales = gate_up_scale, down_scale
             if SHAPE.scales == "channel":
@@ -460,9 +478,9 @@ def decode_kernel(
                 down_scales = down_scale + expert * (SHAPE.scale_blocks * SHAPE.hidden_blocks)
             _slice_of_expert(
                 x, gate_up + expert * (2 * SHAPE.intermediate * SHAPE.hidden), gate_up_scales,
-                down + expert * (SHAPE.intermediate * SHAPE.hidden), down_scales, share, visiting,
-                (item - SHARED_SLICES) % SLICES * SLICE, tokens, x_stride, sums, broken, SHAPE.intermediate,
-                SHAPE.scale_blocks, SHAPE, TUNING, TOKENS, FIXED, ACTIVATION,
+                down + expert * (SHAPE.intermediate * SHAPE.hidden), down_scales, share, of_column, real,
+                of_expert // tiles_of_expert * SLICE, x_stride, sums, broken, SHAPE.intermediate,
+                SHAPE.scale_blocks, SHAPE, TUNING, FIXED, ACTIVATION,
             )  # fmt: skip
     arriving = tl.minimum(items, tl.num_programs(0))
     if tl.program_id(0) < arriving:
