@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,12 @@ import typer
 
 from subten.bench import moe, moe_cases, moe_session
 from subten.bench.__main__ import app, main
-from subten.bench.moe import MoEBench, Variant, load_peer, reference, variants
+from subten.bench.moe import MoEBench, Tuned, Variant, load_peer, reference, variants
 from subten.bench.moe_cases import DEMO, MODELS, MoECase, MoEModel, build_problem, choose_cases, demo_problem
 from subten.bench.moe_report import MoERow, moe_json, moe_line
 from subten.errors import ParameterError, StorageError
 from subten.kernels.moe import RouterSpec
+from subten.kernels.moe.plan import plan_moe
 from support.interpreter import correct_numbers
 from support.moe import expected
 
@@ -118,9 +119,10 @@ def test_rows_are_printed_and_saved(monkeypatch, machine, tmp_path: Path, capsys
         def rows(self, case, wanted):
             yield ROW if case.tokens == 8 else missing
 
-    for name, fake in {"require_gpu": lambda: None, "describe": lambda *_: machine, "MoEBench": Bench}.items():
+    for name, fake in {"require_gpu": lambda: CPU, "describe": lambda *_: machine, "MoEBench": Bench}.items():
         monkeypatch.setattr(moe_session, name, fake)
     monkeypatch.setattr(moe_session, "compile_moe_ahead", lambda *_: "compiled ahead")
+    monkeypatch.setitem(MODELS, "mix-32b-a9b", TINY)
     path = tmp_path / "rows.json"
     arguments = ["moe", "--shapes", "mix-32b-a9b", "--activations", "16bit", "--json", str(path), "--tokens"]
     assert main([*arguments, "8"]) == 0
@@ -130,6 +132,30 @@ def test_rows_are_printed_and_saved(monkeypatch, machine, tmp_path: Path, capsys
     assert "no figure: wrong" in capsys.readouterr().out
     assert main(["moe", "--sums", "int"]) == 2
     assert "--sums is 'int'" in capsys.readouterr().err
+
+
+def test_plans_that_a_tool_found(tmp_path: Path) -> None:
+    case, shape = MoECase("tiny", 8, "block"), moe.shape_of(MoECase("qwen3-30b-a3b", 1, "bf16"), torch.device("meta"))
+    default = Tuned().plan(case, EXACT, shape, 132)
+    assert default == plan_moe(shape, 8, 132)
+    rows = [
+        {"case": asdict(replace(case, tokens=n)), "variant": asdict(EXACT), "us": us, "plan": asdict(plan)}
+        for n, stages, us in ((8, 5, 9.0), (8, 4, 8.0), (8, 6, None), (64, 2, 1.0))
+        for plan in [replace(default, tuning=replace(default.tuning, stages=stages))]
+    ]
+    file = tmp_path / "tuned.json"
+    file.write_text(json.dumps({"moe": rows}))
+    tuned = Tuned.read(file)
+    assert [tuned.plan(replace(case, tokens=n), EXACT, shape, 132).tuning.stages for n in (1, 8, 16, 32)] == [
+        4,
+        4,
+        4,
+        2,
+    ]
+    assert tuned.plan(case, Variant("fp8", "fixed"), shape, 132).tuning.activations == "fp8"
+    file.write_text("{}")
+    with pytest.raises(StorageError, match="is no file of tools"):
+        Tuned.read(file)
 
 
 def test_a_row_without_a_peer_has_a_line(machine) -> None:

@@ -80,6 +80,7 @@ def moe(
     peer: Annotated[
         list[Path] | None, typer.Option(help="Python file with another implementation; may be repeated.")
     ] = None,
+    tuned: Annotated[Path | None, typer.Option(help="Plans from this file of tools/tune_moe.py.")] = None,
     replays: Annotated[int, typer.Option(min=20, help="Replays of each graph.")] = 25,
     commit: Annotated[str | None, typer.Option(help="Commit of the source, where git can't tell.")] = None,
 ) -> None:
@@ -90,7 +91,7 @@ def moe(
     options = MoEOptions.parse(
         shapes=shapes, tokens=tokens, weights=weights, activations=activations, sums=sums, replays=replays
     )
-    if not run_moe(options, json, peer or [], commit):
+    if not run_moe(options, json, peer or [], tuned, commit):
         raise typer.Exit(MISSING_FIGURES)
 
 

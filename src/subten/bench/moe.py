@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import runpy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
@@ -34,14 +35,14 @@ from subten.bench.timing import REPLAYS, Call, Timing, time_calls
 from subten.errors import NumericalError, StorageError, SubtenError
 from subten.kernels.moe import Experts, MoEWeights
 from subten.kernels.moe.packing import wide_down, wide_gate_up
-from subten.kernels.moe.plan import Activations, MoEShape, Sums, plan_moe
+from subten.kernels.moe.plan import Activations, MoEPlan, MoEShape, MoETuning, Sums, plan_moe
 from subten.kernels.moe.router import route
 from subten.kernels.moe.unfused import all_down, all_gate_up, moe_unfused
 
 EXACT = 2e-3
 ALLOWED: Mapping[Activations, float] = {"16bit": EXACT, "fp8x2": EXACT, "fp8": 6e-2}
 """Relative error, the result in float32."""
-_MAX_PROCESSES = 12
+_MAX_PROCESSES = 15
 UNFUSED = "unfused bf16"
 
 Peer = Callable[[MoEWeights, Tensor, Tensor], Call]
@@ -61,6 +62,38 @@ def variants(case: MoECase, activations: Sequence[Activations], sums: Sequence[S
     """What is measured of a case: weights in 16 bit are multiplied in 16 bit only."""
     kinds: Sequence[Activations] = ["16bit"] if case.weights == "bf16" else activations
     return [Variant(kind, one) for kind in kinds for one in sums]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tools/tune_moe.py found fastest, by shape, kind of weights and variant, for some numbers of tokens."""
+
+    found: Mapping[tuple[str, str, Variant], Mapping[int, MoETuning]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Tuned:
+        """From a file that the tool wrote.
+
+        Raises:
+            StorageError: it is none.
+        """
+        found: dict[tuple[str, str, Variant], dict[int, MoETuning]] = {}
+        try:
+            rows = [row for row in json.loads(path.read_text(encoding="utf-8"))["moe"] if row["us"] is not None]
+            for row in sorted(rows, key=lambda row: -float(row["us"])):
+                case, variant = MoECase(**row["case"]), Variant(**row["variant"])
+                of_shape = found.setdefault((case.shape, case.weights, variant), {})
+                of_shape[case.tokens] = MoETuning(**row["plan"]["tuning"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{path} is no file of tools/tune_moe.py: {first_line(error)}") from error
+        return cls(found)
+
+    def plan(self, case: MoECase, variant: Variant, shape: MoEShape, num_sms: int) -> MoEPlan:
+        """Of a case: as found for the nearest number of tokens, or the default one."""
+        of_shape = self.found.get((case.shape, case.weights, variant), {})
+        nearest = min(of_shape, key=lambda tokens: abs(math.log2(tokens / case.tokens)), default=None)
+        tuning = None if nearest is None else of_shape[nearest]
+        return plan_moe(shape, case.tokens, num_sms, variant.activations, variant.sums, tuning)
 
 
 def load_peer(path: Path) -> tuple[str, Peer]:
@@ -85,6 +118,7 @@ class MoEBench:
         device: likewise.
         peers: to be measured beside the unfused pipeline, by name.
         replays: of a graph.
+        tuned: plans that are not the default ones.
         timer: of calls that are right, given the number of replays.
     """
 
@@ -92,6 +126,7 @@ class MoEBench:
     device: torch.device
     peers: Mapping[str, Peer] = field(default_factory=dict)
     replays: int = REPLAYS
+    tuned: Tuned = field(default_factory=Tuned)
     timer: Timer = time_calls
     _held: tuple[str, str] | None = None
     _layers: list[MoEWeights] = field(default_factory=list)
@@ -103,7 +138,7 @@ class MoEBench:
         exact = reference(problem.layers[0], problem.x[0], problem.logits[0])
         times, reasons = self._measure_peers(case, problem, exact)
         for variant in wanted:
-            timing, error, reason = self._attempt(partial(self._measure, variant, problem, exact))
+            timing, error, reason = self._attempt(partial(self._measure, case, variant, problem, exact))
             notes = [*([reason] if reason else []), *reasons]
             yield make_row(case, variant, problem, timing, error, times, "; ".join(notes) or None, self.machine)
 
@@ -118,11 +153,11 @@ class MoEBench:
             self._held = case.shape, case.weights
         return build_problem(case, self._layers, self.device)
 
-    def _measure(self, variant: Variant, problem: MoEProblem, exact: Tensor) -> tuple[Timing, float]:
+    def _measure(self, case: MoECase, variant: Variant, problem: MoEProblem, exact: Tensor) -> tuple[Timing, float]:
         from subten.kernels.moe.triton_decode import MoEScratch, moe_decode
 
-        shape, count = MoEShape.of(problem.layers[0]), len(problem.x[0])
-        plan = plan_moe(shape, count, self.machine.num_sms, variant.activations, variant.sums)
+        shape = MoEShape.of(problem.layers[0])
+        plan = self.tuned.plan(case, variant, shape, self.machine.num_sms)
         if self.device.type == "cpu":
             plan = replace(plan, finishers=1)  # The interpreter runs programs one after the other.
         scratch = MoEScratch.allocate(plan, shape.hidden, self.device)
@@ -281,25 +316,24 @@ def _scaled(rows: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor) ->
 # --- compiling ahead ---------------------------------------------------------------------------------------------
 
 
-def compile_moe_ahead(tasks: Sequence[tuple[MoECase, Variant]], num_sms: int) -> str:
-    """Compile every variant in processes of their own; what came of it, as a line for people. Failures are not told
-    here: the measurement meets them again."""
+def compile_moe_ahead(tasks: Sequence[tuple[MoECase, MoEPlan]], seconds: float | None = None) -> str:
+    """Compile every plan in processes of their own, as many as are done in so many seconds; what came of it, as a
+    line for people. Failures are not told here: the measurement meets them again."""
     processes = max(1, min(len(tasks), cpu_count() or 1, _MAX_PROCESSES))
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for job in [pool.submit(_compile, case, variant, num_sms) for case, variant in tasks]:
-            with suppress(Exception):
-                job.result()
-    return f"compiled ahead for {len(tasks)} launches in {processes} processes"
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+    jobs = [pool.submit(_compile, case, plan) for case, plan in tasks]
+    done, _ = wait(jobs, seconds)
+    pool.shutdown(cancel_futures=True)
+    return f"compiled ahead for {len(done)} of {len(tasks)} launches in {processes} processes"
 
 
-def _compile(case: MoECase, variant: Variant, num_sms: int) -> None:
+def _compile(case: MoECase, plan: MoEPlan) -> None:
     """Without a launch."""
     from subten.kernels.moe.triton_decode import MoEScratch, decode_arguments, decode_kernel
 
     device = torch.device("cuda", torch.cuda.current_device())
     weights = _weights(case, device)
     shape = MoEShape.of(weights)
-    plan = plan_moe(shape, case.tokens, num_sms, variant.activations, variant.sums)
     x = torch.zeros(case.tokens, shape.hidden, dtype=torch.bfloat16, device=device)
     logits = torch.zeros(case.tokens, shape.num_experts, device=device)
     scratch = MoEScratch.allocate(plan, shape.hidden, device)
@@ -312,6 +346,11 @@ def _compile(case: MoECase, variant: Variant, num_sms: int) -> None:
         decode_kernel.warmup(
             **decode_arguments(x, logits, weights, plan, scratch, out), **options, grid=(plan.programs,)
         )
+
+
+def shape_of(case: MoECase, device: torch.device) -> MoEShape:
+    """Of a case's weights."""
+    return MoEShape.of(_weights(case, device))
 
 
 def _weights(case: MoECase, device: torch.device) -> MoEWeights:

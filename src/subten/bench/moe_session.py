@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from rich.console import Console
-
 from subten.bench.machine import describe, require_gpu
-from subten.bench.moe import MoEBench, Variant, compile_moe_ahead, load_peer, variants
+from subten.bench.moe import MoEBench, Tuned, Variant, compile_moe_ahead, load_peer, shape_of, variants
 from subten.bench.moe_cases import MoECase, choose_cases
 from subten.bench.moe_report import MoERow, moe_json, moe_line, moe_table
 from subten.bench.report import ResultFile
+from subten.bench.terminal import announce, names, show
 from subten.errors import ParameterError
 from subten.kernels.moe.plan import Activations, Sums
 
@@ -41,13 +40,13 @@ class MoEOptions:
             ("--activations", activations, get_args(Activations)),
             ("--sums", sums, get_args(Sums)),
         ):
-            names = _names(text)
-            if not names or not set(names) <= set(known):
+            chosen = names(text)
+            if not chosen or not set(chosen) <= set(known):
                 raise ParameterError(f"{option} is '{text}'; it takes {', '.join(known)}, separated by commas")
         return cls(
-            choose_cases(_names(shapes), _names(tokens), _names(weights)),
-            [name for name in get_args(Activations) if name in _names(activations)],
-            [name for name in get_args(Sums) if name in _names(sums)],
+            choose_cases(names(shapes), names(tokens), names(weights)),
+            [name for name in get_args(Activations) if name in names(activations)],
+            [name for name in get_args(Sums) if name in names(sums)],
             replays,
         )
 
@@ -56,38 +55,44 @@ class MoEOptions:
         return variants(case, self.activations, self.sums)
 
 
-def run_moe(options: MoEOptions, json: Path | None, peers: Sequence[Path], commit: str | None) -> bool:
+def run_moe(
+    options: MoEOptions, json: Path | None, peers: Sequence[Path], tuned: Path | None, commit: str | None
+) -> bool:
     """Measure, print and save; whether every row has its figure.
 
     Args:
         options: what to measure.
         json: where to save rows, or None.
         peers: files with other implementations, see `load_peer`.
+        tuned: file of tools/tune_moe.py, or None for the default plans.
         commit: of the source, or None to ask git.
 
     Raises:
         KernelUnavailableError: there is no GPU, or it stopped working.
-        StorageError: the file can't be written, or a peer not be loaded.
+        StorageError: the file can't be written, or a peer or what was tuned not be loaded.
     """
     device = require_gpu()
     file = None if json is None else ResultFile(json)
     others = dict(map(load_peer, peers))
+    plans = Tuned() if tuned is None else Tuned.read(tuned)
     machine, rows, start = describe(device, commit), list[MoERow](), time.monotonic()
-    print(f"{machine.device} reads {machine.read_tb_per_s:.2f} TB/s; source {machine.commit}", flush=True)
+    announce(machine)
     tasks = [(case, variant) for case in options.cases for variant in options.variants(case)]
-    note = compile_moe_ahead(tasks, machine.num_sms)
+    kinds = dict.fromkeys((case.shape, case.weights) for case in options.cases)
+    shapes = {kind: shape_of(MoECase(kind[0], 1, kind[1]), device) for kind in kinds}
+    note = compile_moe_ahead(
+        [
+            (case, plans.plan(case, variant, shapes[case.shape, case.weights], machine.num_sms))
+            for case, variant in tasks
+        ]
+    )
     print(f"[{time.monotonic() - start:4.0f} s] {note}", flush=True)
-    bench = MoEBench(machine, device, others, options.replays)
+    bench = MoEBench(machine, device, others, options.replays, plans)
     for case in options.cases:
         for row in bench.rows(case, options.variants(case)):
             rows.append(row)
             print(moe_line(row, time.monotonic() - start), flush=True)
             if file is not None:
                 file.write(moe_json(machine, rows))
-    console = Console()
-    (console if console.is_terminal else Console(width=200)).print(moe_table(rows, machine))
+    show(moe_table(rows, machine))
     return all(row.us is not None for row in rows)
-
-
-def _names(text: str) -> list[str]:
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))

@@ -1,12 +1,13 @@
 """A mixture of experts for 1 to 64 tokens in one launch: Triton, for NVIDIA GPUs from sm_80 on.
 
 An item of work is a slice of one expert's neurons, for up to so many of its tokens as a tile of the tensor core has
-columns. A program looks at the router's logits, works out which tokens visit which expert, and takes items in turn: it
-multiplies the slice's rows of gate and up with the tokens, applies the activation, keeps what came of it as operand of
-the second product, multiplies with the slice's columns of down, and adds the result to the tokens' sums. Tokens stay
-where they are and are read by their number, which is worked out in registers; no index and no intermediate goes
-through global memory. Weights lie along the rows of a tile, tokens along columns. Items of one slice follow each other,
-so that its weights come from memory once and from the L2 for the second.
+columns. A program looks at the router's logits, works out which tokens visit which expert, and takes items in turn:
+it multiplies the slice's rows of gate and up with the tokens, applies the activation, keeps what came of it as
+operand of the second product, multiplies with the slice's columns of down, and adds the result to the tokens' sums.
+Tokens stay where they are and are read by their number, which is worked out in registers; no index and no
+intermediate goes through global memory. Weights lie along the rows of a tile, tokens along columns. Where an expert
+has more tokens than a tile has columns, the items of one slice follow each other: its weights come from memory once,
+and then from the L2.
 
 Sums are integers of 64 bits in units of 2^-32, so that they do not depend on the order in which programs add to them:
 a token's result has the same bits whatever else is in the batch, and whatever happens to run first. The last programs
@@ -42,8 +43,7 @@ _UNIT = tl.constexpr(2.0**-32)
 _LARGEST_SHARE = tl.constexpr(2.0**18)
 """What a slice may add to an output; 2^13 of these fit. A token with larger ones becomes NaN, not something wrong."""
 
-_LOWEST_KEY = tl.constexpr(-(2**63))
-_HIGHEST_KEY = tl.constexpr(2**63 - 1)
+_NO_KEY = tl.constexpr(-(2**31))
 
 
 @dataclass(frozen=True)
@@ -188,11 +188,10 @@ def _score(logit, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _rank_key(score, expert):
-    """int64, in the order of the scores, and of equal ones the lowest expert highest."""
+def _rank_key(score):
+    """int32 in the order of the scores, above `_NO_KEY`."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) - expert
+    return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), _NO_KEY + 1)
 
 
 @triton.jit
@@ -203,16 +202,19 @@ def _route(logits, correction, tokens, logits_stride, SHAPE: tl.constexpr, TOKEN
     token, expert = tl.arange(0, TOKENS), tl.arange(0, SHAPE.padded_experts)
     exists = expert < SHAPE.num_experts
     inside = (token < tokens)[:, None] & exists[None, :]
-    logit = tl.load(logits + token[:, None] * logits_stride + expert[None, :], mask=inside, other=0.0).to(tl.float32)
+    # Four of 128 experts in each of 32 lanes: a maximum over all lanes of a warp is one instruction.
+    column = tl.max_contiguous(expert, SHAPE.padded_experts // 32)
+    logit = tl.load(logits + token[:, None] * logits_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     score = _score(logit, SHAPE)
     ranked = score
     if correction is not None:
         ranked += tl.load(correction + expert, mask=exists, other=0.0)[None, :]
-    key = tl.where(exists[None, :], _rank_key(ranked, expert[None, :]), _LOWEST_KEY)
-    lowest = tl.full([TOKENS], _HIGHEST_KEY, tl.int64)
+    key = tl.where(exists[None, :], _rank_key(ranked), _NO_KEY)
     for _ in tl.static_range(TOP_K):
-        lowest = tl.max(tl.where(key < lowest[:, None], key, _LOWEST_KEY), 1)
-    chosen = inside & (key >= lowest[:, None])
+        highest = tl.max(key, 1)
+        first = tl.min(tl.where(key == highest[:, None], expert[None, :], SHAPE.padded_experts), 1)
+        key = tl.where(expert[None, :] == first[:, None], _NO_KEY, key)
+    chosen = inside & (key == _NO_KEY)
     top = tl.max(tl.where(exists[None, :], logit, float("-inf")), 1)
     counted = chosen if SHAPE.renormalize else inside
     if SHAPE.scoring == "sigmoid":
