@@ -316,18 +316,22 @@ def _scaled(rows: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor) ->
 # --- compiling ahead ---------------------------------------------------------------------------------------------
 
 
-def compile_moe_ahead(tasks: Sequence[tuple[MoECase, MoEPlan]], seconds: float | None = None) -> str:
-    """Compile every plan in processes of their own, as many as are done in so many seconds; what came of it, as a
-    line for people. Failures are not told here: the measurement meets them again."""
+def compile_moe_ahead(
+    tasks: Sequence[tuple[MoECase, MoEPlan]],
+    outputs: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
+    seconds: float | None = None,
+) -> str:
+    """Compile every plan for outputs of these types in processes of their own, as many as are done in so many
+    seconds; what came of it, as a line for people. Failures are not told here: the measurement meets them again."""
     processes = max(1, min(len(tasks), cpu_count() or 1, _MAX_PROCESSES))
     pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
-    jobs = [pool.submit(_compile, case, plan) for case, plan in tasks]
+    jobs = [pool.submit(_compile, case, plan, outputs) for case, plan in tasks]
     done, _ = wait(jobs, seconds)
     pool.shutdown(cancel_futures=True)
     return f"compiled ahead for {len(done)} of {len(tasks)} launches in {processes} processes"
 
 
-def _compile(case: MoECase, plan: MoEPlan) -> None:
+def _compile(case: MoECase, plan: MoEPlan, outputs: Sequence[torch.dtype]) -> None:
     """Without a launch."""
     from subten.kernels.moe.triton_decode import MoEScratch, decode_arguments, decode_kernel
 
@@ -337,7 +341,7 @@ def _compile(case: MoECase, plan: MoEPlan) -> None:
     x = torch.zeros(case.tokens, shape.hidden, dtype=torch.bfloat16, device=device)
     logits = torch.zeros(case.tokens, shape.num_experts, device=device)
     scratch = MoEScratch.allocate(plan, shape.hidden, device)
-    for out in (torch.empty_like(x), torch.empty_like(x, dtype=torch.float32)):
+    for out in (torch.empty_like(x, dtype=dtype) for dtype in outputs):
         options: dict[str, Any] = {
             "num_warps": plan.tuning.warps,
             "num_stages": plan.tuning.stages,
