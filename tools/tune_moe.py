@@ -33,7 +33,6 @@ from subten.kernels.moe.plan import (
     MoEShape,
     MoETuning,
     most_items,
-    padded_tokens,
     plan_moe,
     slice_widths,
     tune_moe,
@@ -58,28 +57,29 @@ class Measured:
 
 def candidates(shape: MoEShape, tokens: int, variant: Variant, num_sms: int) -> Iterator[MoEPlan]:
     """Around the plan of the two best slices: other columns, warps and numbers of steps in flight, the default first
-    of each; as many programs as run at once, or one for each item. With tokens in 16 bit and more than 8 columns
-    there are two warps, see `tune_moe`."""
+    of each; as many programs as run at once, one for each item, or fewer. With tokens in 16 bit and more than 8
+    columns there are two warps, see `tune_moe`."""
     first = plan_moe(shape, tokens, num_sms, variant.activations, variant.sums).tuning.slice
     widths = sorted(slice_widths(shape), key=lambda width: abs(width.bit_length() - first.bit_length()))[:2]
-    least = 8 if variant.activations == "16bit" else 16
     for width in widths:
         tuning = tune_moe(shape, num_sms, variant.activations, tokens, width)
-        columns = dict.fromkeys([tuning.columns, least, 16, min(32, padded_tokens(tokens))])
-        for count in (count for count in columns if least <= count <= max(least, padded_tokens(tokens))):
+        for columns in dict.fromkeys([tuning.columns, 8, 2 * tuning.columns]):
+            if not (8 if variant.activations == "16bit" else 16) <= columns <= max(tuning.columns, tokens):
+                continue
             if variant.activations == "16bit":
-                kinds = [(4, 168), (2, 168), (8, 128), (4, 128)] if count == 8 else [(2, 255)]
+                kinds = [(4, 168), (2, 168), (8, 128)] if columns == 8 else [(2, 255)]
             else:
-                kinds = [(8, 128), (4, 168)] if count == 16 else [(8, 255)]
+                kinds = [(8, 128), (4, 168)] if columns == 16 else [(8, 255)]
             for (warps, registers), stages in product(kinds, (3, 4, 6)):
-                tried = replace(tuning, columns=count, warps=warps, registers=registers, stages=stages)
+                tried = replace(tuning, columns=columns, warps=warps, registers=registers, stages=stages)
                 if tried.stages * step_bytes(shape, tried) > SHARED_MEMORY:
                     continue
                 plan = plan_moe(shape, tokens, num_sms, variant.activations, variant.sums, tried)
                 yield plan
-                items = most_items(shape, tokens, tried)
-                if (warps, registers) == kinds[0] and plan.programs < items:
-                    yield replace(plan, programs=items)
+                if (warps, registers) == kinds[0] and stages == 3:
+                    items = most_items(shape, tokens, tried)
+                    others = {items, 2 * num_sms, num_sms} - {plan.programs}
+                    yield from (replace(plan, programs=count) for count in sorted(others) if count <= items)
 
 
 def step_bytes(shape: MoEShape, tuning: MoETuning) -> int:
@@ -153,9 +153,10 @@ def main() -> None:
     announce(machine)
     cases = choose_cases(*map(names, (args.shapes, args.tokens, args.weights)))
     work = {case: plans(case, args, machine, device) for case in cases}
-    # The first candidates of all cases come first: what the time does not allow is missing evenly.
-    turns = zip_longest(*([(case, plan) for _, plan in work[case]] for case in cases))
-    tasks = [task for turn in turns for task in turn if task is not None]
+    # The first candidates of all cases come first: what the time does not allow is missing evenly. The number of
+    # programs is not compiled in.
+    turns = zip_longest(*([(case, replace(plan, programs=1)) for _, plan in work[case]] for case in cases))
+    tasks = list(dict.fromkeys(task for turn in turns for task in turn if task is not None))
     print(
         compile_moe_ahead(tasks, [torch.bfloat16], args.seconds * 0.6),
         f"[{time.monotonic() - start:.0f} s]",

@@ -30,6 +30,8 @@ four times what memory delivers in the time of its latency."""
 _SHARED_MEMORY, _REGISTERS = 220 << 10, 65536
 _WARPS_OF_SYNC = 2
 """Fewer than a warp group, so that products of more than 8 columns are `mma.sync` too, as those of 8 are."""
+_LOGITS_PER_THREAD = 64
+"""That the routing has in registers; twice as many spill."""
 _FINISH_BYTES = 32768
 """Of sums that one program turns into output: the time of a few round trips to the L2."""
 
@@ -192,7 +194,8 @@ def tune_moe(
     itemsize = 2 if shape.scales == "none" else 1
     columns = tile_columns(shape, activations, tokens)
     if activations == "16bit":
-        warps = 4 if columns == 8 and width > 32 else _WARPS_OF_SYNC
+        many_logits = padded_tokens(tokens) * shape.padded_experts > _LOGITS_PER_THREAD * 32 * _WARPS_OF_SYNC
+        warps = 4 if columns == 8 and (width > 32 or many_logits) else _WARPS_OF_SYNC
         registers = 168 if columns == 8 else 255
     else:
         warps = 4 if width < 64 else 8
