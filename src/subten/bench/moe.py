@@ -68,7 +68,7 @@ def variants(case: MoECase, activations: Sequence[Activations], sums: Sequence[S
 class Tuned:
     """What tools/tune_moe.py found fastest, by shape, kind of weights and variant, for some numbers of tokens."""
 
-    found: Mapping[tuple[str, str, Variant], Mapping[int, MoETuning]] = field(default_factory=dict)
+    found: Mapping[tuple[str, str, Variant], Mapping[int, MoEPlan]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Tuned:
@@ -77,22 +77,24 @@ class Tuned:
         Raises:
             StorageError: it is none.
         """
-        found: dict[tuple[str, str, Variant], dict[int, MoETuning]] = {}
+        found: dict[tuple[str, str, Variant], dict[int, MoEPlan]] = {}
         try:
             rows = [row for row in json.loads(path.read_text(encoding="utf-8"))["moe"] if row["us"] is not None]
             for row in sorted(rows, key=lambda row: -float(row["us"])):
                 case, variant = MoECase(**row["case"]), Variant(**row["variant"])
                 of_shape = found.setdefault((case.shape, case.weights, variant), {})
-                of_shape[case.tokens] = MoETuning(**row["plan"]["tuning"])
+                of_shape[case.tokens] = MoEPlan(**{**row["plan"], "tuning": MoETuning(**row["plan"]["tuning"])})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StorageError(f"{path} is no file of tools/tune_moe.py: {first_line(error)}") from error
         return cls(found)
 
     def plan(self, case: MoECase, variant: Variant, shape: MoEShape, num_sms: int) -> MoEPlan:
-        """Of a case: as found for the nearest number of tokens, or the default one."""
+        """Of a case: what was found, or what follows from the tiles of the nearest number of tokens, or the default."""
         of_shape = self.found.get((case.shape, case.weights, variant), {})
+        if case.tokens in of_shape:
+            return of_shape[case.tokens]
         nearest = min(of_shape, key=lambda tokens: abs(math.log2(tokens / case.tokens)), default=None)
-        tuning = None if nearest is None else of_shape[nearest]
+        tuning = None if nearest is None else of_shape[nearest].tuning
         return plan_moe(shape, case.tokens, num_sms, variant.activations, variant.sums, tuning)
 
 
