@@ -89,7 +89,7 @@ class Tuned:
         return cls(found)
 
     def plan(self, case: MoECase, variant: Variant, shape: MoEShape, num_sms: int) -> MoEPlan:
-        """Of a case: what was found, or what follows from the tiles of the nearest number of tokens, or the default."""
+        """What was found for a case, what follows from the tiles of the nearest number of tokens, or the default."""
         of_shape = self.found.get((case.shape, case.weights, variant), {})
         if case.tokens in of_shape:
             return of_shape[case.tokens]
