@@ -388,6 +388,13 @@ def _add_down(
 
 
 @triton.jit
+def _is_odd(x):
+    """1 for NaN and infinity, or 0. By the exponent's bits: in `x - x` a product before it would become one fused
+    multiply-add with the difference, and leave what rounding took off."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000 == 0x7F800000).to(tl.int32)
+
+
+@triton.jit
 def _slice_of_expert(
     x, weight, weight_scale, down, down_scale, share, token, real, first_neuron, x_stride, sums, broken,
     WIDTH: tl.constexpr, SCALE_BLOCKS: tl.constexpr, SHAPE: tl.constexpr, TUNING: tl.constexpr, FIXED: tl.constexpr,
@@ -398,8 +405,7 @@ def _slice_of_expert(
         x, weight, weight_scale, token, real, x_stride, first_neuron, WIDTH, SCALE_BLOCKS, SHAPE, TUNING
     )
     inner = ACTIVATION(gate, up)
-    # The difference with itself is not zero of NaN and of infinity.
-    odd = tl.max((inner - inner != 0).to(tl.int32), 0) | (share - share != 0).to(tl.int32)
+    odd = tl.max(_is_odd(inner), 0) | _is_odd(share)
     summed = real & (odd == 0) if FIXED else real
     peak = _add_down(inner, share, token, summed, down, down_scale, first_neuron, sums, WIDTH, SHAPE, TUNING, FIXED)
     if FIXED:
