@@ -59,7 +59,7 @@ def compile_one(name: str, folder: Path) -> Compiled:
         code.registers,
         code.spilled,
         sum(opcode(line) in ("LDL", "STL") for line in pages_loop),
-        len(pages_loop) * 32 / (2 * 64 * head_dim),
+        len(pages_loop) * 32 / (2 * 64 * head_dim * tuning.pages),
         dict(Counter(opcode(line) for line in pages_loop).most_common()),
     )
 

@@ -29,7 +29,7 @@ def test_at_most_two_instructions_per_cached_element(compiled: dict[str, dict]) 
     """A loop of 660 for a page at head_dim 128, of which a tenth is left out unless a maximum has risen."""
     assert compiled[MAIN]["per_element"] <= 1.35
     assert compiled[EIGHT_HEADS]["per_element"] <= 1.65
-    assert compiled[MEAN_KEY]["per_element"] <= 1.85
+    assert compiled[MEAN_KEY]["per_element"] <= 1.4
     assert compiled[SMALL]["per_element"] <= 2.0
 
 
@@ -39,11 +39,8 @@ def test_codes_become_operands_without_a_conversion(compiled: dict[str, dict]) -
         assert result["opcodes"]["IMMA"] > 0
 
 
-def test_no_loop_waits_for_spilled_registers(compiled: dict[str, dict]) -> None:
-    """Outside of it a few numbers may be; with a mean key six moves of 900 instructions are."""
-    assert all(result["spilled"] <= 64 for result in compiled.values())
-    assert [compiled[name]["spilled_in_loops"] for name in (MAIN, EIGHT_HEADS, SMALL)] == [0, 0, 0]
-    assert compiled[MEAN_KEY]["spilled_in_loops"] <= 8
+def test_no_registers_are_spilled(compiled: dict[str, dict]) -> None:
+    assert not any(result["spilled"] or result["spilled_in_loops"] for result in compiled.values())
 
 
 def test_the_operands_of_a_page_are_loaded_as_they_are_used(compiled: dict[str, dict]) -> None:
