@@ -57,3 +57,8 @@ def test_the_loops_over_weights(compiled: dict[str, dict], name: str, product: s
         assert opcodes.get("LDG", 0) <= 2, "weights are read one by one"
         assert not {"ATOMG", "LDL", "STL"} & set(opcodes)
     assert sum("REDG" in opcodes for opcodes in result["opcodes"]) == 1
+
+
+def test_no_thread_clears_sums_that_another_has_yet_to_read(compiled: dict[str, dict]) -> None:
+    """Loads and stores of the same addresses are not shared out to threads in the same way: a barrier is between."""
+    assert all(result["sums"] == [["read"], ["clear"]] for result in compiled.values())

@@ -7,8 +7,10 @@ SHAPE/WEIGHTS/ACTIVATIONS/TOKENS/CAPABILITY, with `+` behind WEIGHTS for sums in
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -39,12 +41,14 @@ class Compiled:
         registers: of a thread.
         spilled: bytes.
         opcodes: how often they occur in the two shortest loops with matrix products.
+        sums: what happens between one barrier and the next, where anything does: "read" and "clear".
     """
 
     name: str
     registers: int
     spilled: int
     opcodes: list[dict[str, int]]
+    sums: list[list[str]]
 
 
 def unbacked(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -84,6 +88,19 @@ def weights_of(shape: str, kind: str) -> MoEWeights:
     )
 
 
+def uses_of_sums(lines: Iterable[str]) -> list[list[str]]:
+    """See `Compiled.sums`: nothing else is loaded past the L1, or set to zero, several elements at a time."""
+    uses: list[set[str]] = [set()]
+    for line in lines:
+        if re.search(r"\bBAR\.SYNC", line):
+            uses.append(set())
+        elif re.search(r"\bLDG\.E\.(?:64|128)\.STRONG\.GPU", line):
+            uses[-1].add("read")
+        elif re.search(r"\bSTG\.E\.(?:64|128) .*, RZ\b", line):
+            uses[-1].add("clear")
+    return [sorted(between) for between in uses if between]
+
+
 def compile_one(name: str, folder: Path) -> Compiled:
     """See above."""
     shape, kind, activations, tokens, capability = name.split("/")
@@ -109,7 +126,13 @@ def compile_one(name: str, folder: Path) -> Compiled:
     loops = [Counter(map(opcode, lines)) for lines in code.loops()]
     products = [loop for loop in loops if any(name.endswith("MMA") for name in loop)]
     innermost = sorted(products, key=lambda loop: loop.total())[:2]
-    return Compiled(name, code.registers, code.spilled, [dict(loop.most_common()) for loop in innermost])
+    return Compiled(
+        name,
+        code.registers,
+        code.spilled,
+        [dict(loop.most_common()) for loop in innermost],
+        uses_of_sums(text for _, text in code.sass),
+    )
 
 
 def main() -> None:

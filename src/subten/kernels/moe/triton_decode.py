@@ -423,11 +423,15 @@ def _finish(sums, broken, out, tokens, number, finishers, SHAPE: tl.constexpr, F
         at = start + offset
         inside = at < tokens * HIDDEN
         value = tl.load(sums + at, mask=inside, other=0, cache_modifier=".cg")
-        tl.store(sums + at, tl.zeros_like(value), mask=inside)
         if FIXED:
             lost = tl.load(broken + at // HIDDEN, mask=inside, other=0, cache_modifier=".cg")
             value = tl.where(lost != 0, float("nan"), value.to(tl.float32) * _UNIT)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+    # A thread does not clear what it has read: the compiler gives each access a layout of its own. So all read first.
+    tl.debug_barrier()
+    for start in range(number * BLOCK, tokens * HIDDEN, finishers * BLOCK):
+        at = start + offset
+        tl.store(sums + at, tl.zeros([BLOCK], sums.dtype.element_ty), mask=at < tokens * HIDDEN)
 
 
 @triton.jit
