@@ -62,3 +62,9 @@ def test_the_loops_over_weights(compiled: dict[str, dict], name: str, product: s
 def test_no_thread_clears_sums_that_another_has_yet_to_read(compiled: dict[str, dict]) -> None:
     """Loads and stores of the same addresses are not shared out to threads in the same way: a barrier is between."""
     assert all(result["sums"] == [["read"], ["clear"]] for result in compiled.values())
+
+
+def test_no_float_depends_on_how_threads_share_a_tensor(compiled: dict[str, dict]) -> None:
+    """Layouts differ with the number of tokens, and with them the order in which a reduction adds: a sum of two has
+    but one result."""
+    assert all(result["addends"] == 2 for result in compiled.values())

@@ -42,6 +42,7 @@ class Compiled:
         spilled: bytes.
         opcodes: how often they occur in the two shortest loops with matrix products.
         sums: what happens between one barrier and the next, where anything does: "read" and "clear".
+        addends: how many floats are added up by one reduction at most.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Compiled:
     spilled: int
     opcodes: list[dict[str, int]]
     sums: list[list[str]]
+    addends: int
 
 
 def unbacked(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -101,6 +103,14 @@ def uses_of_sums(lines: Iterable[str]) -> list[list[str]]:
     return [sorted(between) for between in uses if between]
 
 
+def most_addends(ttir: str) -> int:
+    """See `Compiled.addends`."""
+    shape_of_sum = re.compile(r".*?axis = (\d).*?arith\.addf.*?\}\) : \(tensor<([\dx]+)xf32>\) ->", re.DOTALL)
+    reductions = (part.split(") ->")[0] + ") ->" for part in ttir.split('"tt.reduce"')[1:])
+    found = [match.groups() for match in map(shape_of_sum.match, reductions) if match]
+    return max(int(shape.split("x")[int(axis)]) for axis, shape in found)
+
+
 def compile_one(name: str, folder: Path) -> Compiled:
     """See above."""
     shape, kind, activations, tokens, capability = name.split("/")
@@ -132,6 +142,7 @@ def compile_one(name: str, folder: Path) -> Compiled:
         code.spilled,
         [dict(loop.most_common()) for loop in innermost],
         uses_of_sums(text for _, text in code.sass),
+        most_addends(code.ttir),
     )
 
 

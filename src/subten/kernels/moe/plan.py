@@ -87,6 +87,11 @@ class MoEShape:
         return max(32, power_of_two(self.num_experts))
 
     @property
+    def expert_bits(self) -> int:
+        """Of the number of an expert, padded ones included."""
+        return self.padded_experts.bit_length() - 1
+
+    @property
     def scale_blocks(self) -> int:
         """Blocks of rows of a gate or up projection."""
         return -(-self.intermediate // SCALE_BLOCK)

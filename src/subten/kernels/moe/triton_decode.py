@@ -195,6 +195,15 @@ def _rank_key(score):
 
 
 @triton.jit
+def _sum_of_experts(values, SHAPE: tl.constexpr):
+    """Of [TOKENS, experts] the sums of rows, two and two: in an order that no layout of threads has a part in."""
+    BITS: tl.constexpr = SHAPE.expert_bits
+    for _ in tl.static_range(BITS):
+        values = tl.sum(tl.reshape(values, [values.shape[0], values.shape[1] // 2, 2]), 2)
+    return tl.reshape(values, [values.shape[0]])
+
+
+@triton.jit
 def _route(logits, correction, tokens, logits_stride, SHAPE: tl.constexpr, TOKENS: tl.constexpr):
     """Which experts every token visits, as bits of words [TOKENS, experts / 32], how many tokens every expert has
     [experts], and of every token its highest logit, and what its scores are divided by."""
@@ -218,9 +227,11 @@ def _route(logits, correction, tokens, logits_stride, SHAPE: tl.constexpr, TOKEN
     top = tl.max(tl.where(exists[None, :], logit, float("-inf")), 1)
     counted = chosen if SHAPE.renormalize else inside
     if SHAPE.scoring == "sigmoid":
-        divisor = tl.sum(tl.where(chosen, score, 0.0), 1) if SHAPE.renormalize else tl.full([TOKENS], 1.0, tl.float32)
+        divisor = tl.full([TOKENS], 1.0, tl.float32)
+        if SHAPE.renormalize:
+            divisor = _sum_of_experts(tl.where(chosen, score, 0.0), SHAPE)
     else:
-        divisor = tl.sum(tl.where(counted, tl.exp2((logit - top[:, None]) * _LOG2_E), 0.0), 1)
+        divisor = _sum_of_experts(tl.where(counted, tl.exp2((logit - top[:, None]) * _LOG2_E), 0.0), SHAPE)
     divisor = tl.where(token < tokens, divisor, 1.0)
     words = tl.reshape(chosen.to(tl.int32) << (expert % 32)[None, :], [TOKENS, SHAPE.padded_experts // 32, 32])
     return tl.sum(words, 2), tl.sum(chosen.to(tl.int32), 0), top, divisor
@@ -247,7 +258,8 @@ def _weight(logits, expert, token, real, logits_stride, top, divisor, SHAPE: tl.
 @triton.jit
 def _of_columns(here, values):
     """For every column the value of the token that is `here` [columns, TOKENS], or zero where none is."""
-    return tl.sum(tl.where(here, values[None, :], 0), 1)
+    bits = tl.sum(tl.where(here, values.to(tl.int32, bitcast=True)[None, :], 0), 1)
+    return bits.to(values.dtype, bitcast=True)
 
 
 # --- products ------------------------------------------------------------------------------------------------
