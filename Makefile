@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test test-gpu lint format clean
+.PHONY: demo test test-gpu test-server lint format clean
 
 demo: $(VENV)/.run
 	$(BIN)/subten demo demo-moe
@@ -14,6 +14,10 @@ test: lint
 
 test-gpu: $(VENV)/.dev
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu tests/gpu
+
+# The page in a browser (needs Chromium: apt-get install chromium), lm_eval and Ray Serve against the server.
+test-server: $(VENV)/.external
+	$(BIN)/python -m pytest -n 2 -m 'browser or external' tests/server
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -34,6 +38,10 @@ $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.run
 	$(PIP) -e '.[dev]'
+	touch $@
+
+$(VENV)/.external: $(VENV)/.dev
+	$(PIP) -e '.[external]'
 	touch $@
 
 clean:

@@ -94,6 +94,12 @@ class NumericalError(SubtenError):
     code = "numerical"
 
 
+class EngineStoppedError(SubtenError):
+    """An engine that is closed, or has failed, and takes no more requests."""
+
+    code = "engine_stopped"
+
+
 class QualityError(SubtenError):
     """A KV format diverges from 16 bit by more than was allowed."""
 

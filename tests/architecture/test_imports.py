@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "evals": {"engine"},
     "bench": {"engine"},
     "agent": {"engine"},
-    "cli": {"evals", "agent", "engine", "config"},
+    "server": {"engine", "agent"},
+    "cli": {"server", "evals", "agent", "engine", "config"},
     "__main__": {"cli"},
 }
 NO_TORCH = {"errors", "config"}

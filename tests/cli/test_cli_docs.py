@@ -50,7 +50,7 @@ def test_every_command_and_option_is_documented() -> None:
     root = typer.main.get_command(app)
     found = dict(commands(root, "subten"))
     assert set(found) == {
-        *("subten run", "subten pull", "subten info", "subten calibrate", "subten demo"),
+        *("subten run", "subten serve", "subten pull", "subten info", "subten calibrate", "subten demo"),
         "subten agent check",
         *("subten eval kv", "subten eval retrieval", "subten eval generate", "subten eval layers"),
     }

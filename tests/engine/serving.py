@@ -95,7 +95,7 @@ class Driver:
         layout = replace(layout, ahead=choice.ahead)
         self.books = CacheBooks(layout, pages, 8)
         calibration = calibration_of(model) if fmt.calibrated else None
-        self.runner = Runner(model, layout, pages, 8, calibration, rule, choice.load())
+        self.runner = Runner(model, layout, pages, 8, calibration, rule, choice.load(), 8, 64)
 
     def step(self, tokens_of: dict[int, list[int]]) -> dict[int, torch.Tensor]:
         """Append tokens to sequences in one ragged batch; logits [tokens, vocab] of each."""

@@ -225,7 +225,7 @@ def test_an_error_of_the_engine_ends_all_streams_with_it(llm: LLM, monkeypatch: 
     async def use(engine: AsyncEngine) -> list:
         first = await engine.submit("abc", greedy(max_tokens=390))
         await anext(first)
-        monkeypatch.setattr(llm._runner, "run", broken)
+        monkeypatch.setattr(llm._runner, "decode", broken)
         answers = await first.completions()
         with pytest.raises(SubtenError, match="a wire is loose"):
             await engine.submit("abc")

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from subten.engine.drawing import Knobs, choose, filter_scores, gumbel, mix, signed
 from subten.engine.logprobs import TokenLogprobs, token_logprobs
 from subten.engine.sampling import (
     SampleRow,
     SamplingParams,
     choice_seed,
-    filter_scores,
-    gumbel,
+    knobs_of,
     request_seed,
     sample,
 )
@@ -26,6 +26,15 @@ CPU = torch.device("cpu")
 
 def rows_of(params: SamplingParams, count: int, first_seed: int = 0, position: int = 5) -> list[SampleRow]:
     return [SampleRow(params, seed=first_seed + index, position=position) for index in range(count)]
+
+
+def knobs(*params: SamplingParams, seed: int = 0) -> Knobs:
+    return knobs_of([(p, seed) for p in params], CPU)
+
+
+def noise_of(keys: list[tuple[int, int]], vocab: int) -> torch.Tensor:
+    seeds, positions = zip(*keys, strict=True)
+    return gumbel(torch.tensor([signed(mix(seed)) for seed in seeds]), torch.tensor(positions), vocab)
 
 
 def random_logits(batch: int, vocab: int, seed: int) -> torch.Tensor:
@@ -120,7 +129,7 @@ def test_a_vanishing_temperature_is_greedy_without_overflow(temperature: float) 
 @settings(max_examples=40, deadline=None)
 def test_top_k_keeps_exactly_the_k_most_probable(seed: int, top_k: int) -> None:
     scores = random_logits(1, 31, seed).round()  # rounding makes ties
-    kept = filter_scores(scores, [SamplingParams(top_k=top_k)])[0].isfinite()
+    kept = filter_scores(scores, knobs(SamplingParams(top_k=top_k)))[0].isfinite()
     ranked = sorted(range(31), key=lambda v: (-scores[0, v].item(), v))
     assert set(kept.nonzero().flatten().tolist()) == set(ranked[:top_k])
 
@@ -129,7 +138,7 @@ def test_top_k_keeps_exactly_the_k_most_probable(seed: int, top_k: int) -> None:
 @settings(max_examples=60, deadline=None)
 def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(seed: int, top_p: float, top_k: int) -> None:
     scores = random_logits(1, 31, seed)
-    kept = filter_scores(scores, [SamplingParams(top_p=top_p, top_k=top_k)])[0].isfinite()
+    kept = filter_scores(scores, knobs(SamplingParams(top_p=top_p, top_k=top_k)))[0].isfinite()
     ranked = scores[0].double().sort(descending=True).values[: top_k or 31].softmax(-1)
     size = int(kept.sum())
     assert set(scores[0, kept].tolist()) == set(scores[0].sort(descending=True).values[:size].tolist())
@@ -149,7 +158,7 @@ def test_filters_keep_what_a_full_sort_keeps(
 ) -> None:
     # Rounded, so that ties straddle every boundary; nearly flat ones have a nucleus of most of the vocabulary.
     scores = (random_logits(len(params), vocab, seed) * spread).mul(4).round().div(4)
-    kept = filter_scores(scores, params).isfinite()
+    kept = filter_scores(scores, knobs(*params)).isfinite()
     for row, p in enumerate(params):
         ranked = sorted(range(vocab), key=lambda v, row=row: (-scores[row, v].item(), v))[: p.top_k or vocab]
         mass = scores[row, ranked].double().softmax(-1)
@@ -164,14 +173,14 @@ def test_filters_keep_what_a_full_sort_keeps(
 
 def test_top_p_of_one_keeps_even_the_least_probable() -> None:
     scores = torch.tensor([[0.0, -80.0, -100.0]])
-    assert filter_scores(scores, [SamplingParams(top_p=1.0, top_k=3)]).isfinite().all()
+    assert filter_scores(scores, knobs(SamplingParams(top_p=1.0, top_k=3))).isfinite().all()
 
 
 @given(seed=st.integers(0, 2**32), min_p=st.floats(0.001, 1.0))
 @settings(max_examples=60, deadline=None)
 def test_min_p_keeps_what_is_probable_enough_against_the_best(seed: int, min_p: float) -> None:
     scores = random_logits(1, 31, seed)
-    kept = filter_scores(scores, [SamplingParams(min_p=min_p)])[0].isfinite()
+    kept = filter_scores(scores, knobs(SamplingParams(min_p=min_p)))[0].isfinite()
     probability = scores[0].double().softmax(-1)
     ratio = probability / probability.max()
     assert kept[ratio >= min_p * (1 + 1e-5)].all()
@@ -208,7 +217,7 @@ def test_draws_have_the_exact_distribution(params: SamplingParams, varied: str) 
         for index in range(draws)
     ]
     counts = sample(logits.expand(draws, -1), rows).bincount(minlength=20)
-    exact = filter_scores(logits / params.temperature, [params])[0].double().softmax(-1)
+    exact = filter_scores(logits / params.temperature, knobs(params))[0].double().softmax(-1)
     statistic, freedom = chi_square(counts, exact * draws)
     # Wilson-Hilferty: the cube root of chi-square over its freedom is nearly normal; 4 sigma.
     normal = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
@@ -227,11 +236,21 @@ def test_a_row_never_depends_on_its_batch(params: list[SamplingParams], seed: in
     assert torch.equal(sample(logits[order], [rows[index] for index in order]), together[order])
 
 
+@given(seed=st.integers(0, 2**32), params=st.lists(any_params, min_size=1, max_size=5))
+@settings(max_examples=40, deadline=None)
+def test_what_device_memory_decides_is_what_the_host_samples(seed: int, params: list[SamplingParams]) -> None:
+    logits = random_logits(len(params), 1500, seed)
+    rows = [SampleRow(p, seed=seed + index, position=index * 7) for index, p in enumerate(params)]
+    of_device = knobs_of([(row.params, row.seed) for row in rows], CPU)
+    positions = torch.tensor([row.position for row in rows])
+    assert torch.equal(choose(logits, of_device, positions, noise=True), sample(logits, rows))
+
+
 def test_noise_is_bitwise_the_same_alone_and_in_a_batch() -> None:
     keys = [(seed, position) for seed in (0, -5, 2**63 - 1) for position in (0, 1, 100_000)]
-    together = gumbel(keys, 1001, CPU)
+    together = noise_of(keys, 1001)
     for index, key in enumerate(keys):
-        assert torch.equal(gumbel([key], 1001, CPU)[0], together[index])
+        assert torch.equal(noise_of([key], 1001)[0], together[index])
 
 
 def test_noise_is_a_fixed_function_of_seed_and_position() -> None:
@@ -243,14 +262,14 @@ def test_noise_is_a_fixed_function_of_seed_and_position() -> None:
         return word ^ word >> 31
 
     start = splitmix(splitmix(42) + 7)
-    for index, value in enumerate(gumbel([(42, 7)], 50, CPU)[0].tolist()):
+    for index, value in enumerate(noise_of([(42, 7)], 50)[0].tolist()):
         word = splitmix((start + index * 0x9E3779B97F4A7C15) % 2**64)
         uniform = (word >> 1) / 2**63
         assert value == pytest.approx(-math.log(-math.log1p(-uniform)), abs=1e-5)
 
 
 def test_noise_of_neighbouring_seeds_and_positions_is_uncorrelated_and_gumbel() -> None:
-    noise = gumbel([(s, p) for s in range(8) for p in range(8)], 2000, CPU)
+    noise = noise_of([(s, p) for s in range(8) for p in range(8)], 2000)
     assert noise.isfinite().all()
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.05)

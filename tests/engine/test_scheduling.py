@@ -217,12 +217,11 @@ def test_a_step_out_of_memory_fails_its_longest_request_alone(
     prompts = [text(length, seed=length) for length in (20, 41, 3)]
     expected = [engine(model).generate(prompt, greedy())[0].token_ids for prompt in prompts]
     llm = engine(model)
-    begun = llm._runner.begin
+    begun, taken = llm._runner.begin, llm._runner.decode_step._take
 
     def begin_or_fail(batch):
         step = begun(batch)
-        work = [len(work.token_ids) for work in batch]
-        if len(batch) == 3 and (work == [1, 1, 1]) == (when == "answer"):
+        if len(batch) == 3:
 
             def advance(layers: int) -> None:
                 type(step).advance(step, 2)  # Some layers have been written to when it happens.
@@ -231,7 +230,16 @@ def test_a_step_out_of_memory_fails_its_longest_request_alone(
             step.advance = advance
         return step
 
-    monkeypatch.setattr(llm._runner, "begin", begin_or_fail)
+    def take_or_fail(count, *rest):
+        result = taken(count, *rest)
+        if count == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return result
+
+    if when == "answer":
+        monkeypatch.setattr(llm._runner.decode_step, "_take", take_or_fail)
+    else:
+        monkeypatch.setattr(llm._runner, "begin", begin_or_fail)
     answers = llm.generate(prompts, greedy())
     assert answers[1].finish_reason == "error"
     assert "memory" in str(answers[1].stop_reason)

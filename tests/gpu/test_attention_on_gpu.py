@@ -12,13 +12,17 @@ from support.on_gpu import GpuCache, overall_error, worst_error
 pytestmark = pytest.mark.gpu
 
 ALLOWED = 2e-3
+"""Relative error of a batch."""
+ALLOWED_OF_A_SEQUENCE = 3e-3
+"""Relative to its own result: with few heads, one in which the weights are steep is all of it."""
 EDGES = (0, 1, 63, 64, 65, 191, 255, 256, 257, 300, 319, 320, 321, 383, 384, 385, 1000, 3000)
 """Tokens before the new one; with default windows of 64 and 192 the first page begins at 256."""
 
 
 def check(cache: GpuCache, kernel, **options) -> None:
     found, again, expected = cache.decode(kernel, **options)
-    assert worst_error(found, expected) <= ALLOWED
+    assert overall_error(found, expected) <= ALLOWED
+    assert worst_error(found, expected) <= ALLOWED_OF_A_SEQUENCE
     assert torch.equal(found, again), "the result depends on which program was last"
 
 

@@ -18,6 +18,7 @@ from subten.cli.eval_retrieval import eval_retrieval
 from subten.cli.info import info
 from subten.cli.pull import pull
 from subten.cli.run import run
+from subten.cli.serve import serve
 
 app = typer.Typer(
     help="Run language models with a KV cache of about 2 bits per element.",
@@ -32,6 +33,7 @@ evaluations.command("retrieval")(eval_retrieval)
 evaluations.command("generate")(eval_generate)
 evaluations.command("layers")(eval_layers)
 app.command()(run)
+app.command()(serve)
 app.command()(pull)
 app.command()(info)
 app.command()(calibrate)

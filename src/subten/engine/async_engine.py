@@ -19,8 +19,9 @@ from subten.engine.intake import Prompt, forked_params
 from subten.engine.llm import LLM
 from subten.engine.request import Completion, Delta, Request
 from subten.engine.sampling import SamplingParams
+from subten.engine.tokenizer import Tokenizer
 from subten.engine.usage import EngineStats
-from subten.errors import ParameterError, SubtenError
+from subten.errors import EngineStoppedError, ParameterError, SubtenError
 
 log = logging.getLogger(__name__)
 
@@ -122,13 +123,18 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="subten-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def failed(self) -> bool:
+        """Whether an error has ended all requests; no new ones are taken then."""
+        return self._failure is not None
+
     async def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
         """Begin to answer a prompt.
 
         Raises:
             ContextLengthError: the prompt is as long as the context or longer.
             ParameterError: an empty prompt, or a token id outside the vocabulary.
-            SubtenError: the engine is closed or has failed.
+            EngineStoppedError: the engine is closed or has failed.
         """
         with self._lock:
             self._check_open()
@@ -159,8 +165,23 @@ class AsyncEngine:
         async with await self.submit(prompt, params) as generation:
             return await generation.completions()
 
+    async def with_tokenizer(self, work: Callable[[Tokenizer], T]) -> T:
+        """What a function makes of the model's tokenizer, in the thread in which prompts are tokenised.
+
+        Raises:
+            EngineStoppedError: the engine is closed or has failed.
+        """
+        with self._lock:
+            self._check_open()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizing, work, self._llm.tokenizer)
+
     async def stats(self) -> EngineStats:
-        """How busy the engine is."""
+        """How busy the engine is.
+
+        Raises:
+            EngineStoppedError: the engine is closed or has failed.
+        """
         return await asyncio.wrap_future(self._ask(self._llm.stats))
 
     async def close(self, *, drain: bool = False) -> None:
@@ -227,9 +248,9 @@ class AsyncEngine:
 
     def _check_open(self) -> None:
         if self._failure is not None:
-            raise SubtenError(self._failure)
+            raise EngineStoppedError(self._failure)
         if self._closing:
-            raise SubtenError("the engine is closed; make a new one")
+            raise EngineStoppedError("the engine is closed; make a new one")
 
     # --- in the engine's thread ------------------------------------------------------------------------------
 
@@ -270,7 +291,7 @@ class AsyncEngine:
         for generation in self._live:
             for request in generation.answers:
                 if request.finish_reason is None:
-                    request.fail(SubtenError(self._failure))
+                    request.fail(EngineStoppedError(self._failure))
         self._cancel_all()
 
     def _deliver(self) -> None:

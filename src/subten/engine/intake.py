@@ -57,7 +57,11 @@ class Intake:
             if own.prompt_logprobs is not None:
                 raise ParameterError("prompt_logprobs are asked for a branch, which does not compute its prompt")
         token_ids = parent.prompt + tuple(parent.output)
-        return [self._request(token_ids, own, request_seed(own), index) for index, own in enumerate(params)]
+        children = [self._request(token_ids, own, request_seed(own), index) for index, own in enumerate(params)]
+        for child in children:
+            if parent.guard is not None and child.params.guard is parent.params.guard:
+                child.guard = parent.guard.fork()
+        return children
 
     def checked(self, token_ids: Sequence[int]) -> Sequence[int]:
         """The same tokens.

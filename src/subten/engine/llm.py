@@ -51,6 +51,10 @@ class LLM:
             one that outgrows the memory interrupts the youngest for a while.
         prefix_cache: keep the state at the end of prompts and answers, so that a prompt which continues one
             of them is not computed again.
+        sessions: conversations to make room for while they are idle, beside the batch: each may keep the states of
+            its last two turns. None keeps as many states as there are sequences in a batch. The least recently used
+            ones make room.
+        session_ttl: seconds after which a state that nobody has come back to is dropped; None keeps it.
         max_kld: refuse the format if it diverges from 16 bit by more than so many nats per token on the canary
             text (canary.py); None does not look.
         dtype: as in `load_model`; ignored, like `device`, for a loaded model.
@@ -77,6 +81,8 @@ class LLM:
         itl_budget_ms: float | None = None,
         reserve: int | None = None,
         prefix_cache: bool = True,
+        sessions: int | None = None,
+        session_ttl: float | None = None,
         max_kld: float | None = None,
         dtype: str = "auto",
         device: str = "auto",
@@ -89,10 +95,15 @@ class LLM:
             raise ParameterError(f"itl_budget_ms is {itl_budget_ms}; it must be above 0, or None")
         if reserve is not None and reserve < 1:
             raise ParameterError(f"reserve is {reserve}; it must be 1 or more, or None")
+        if sessions is not None and sessions < 0:
+            raise ParameterError(f"sessions is {sessions}; it must be 0 or more, or None")
+        if session_ttl is not None and not session_ttl > 0:
+            raise ParameterError(f"session_ttl is {session_ttl}; it must be above 0, or None")
         if prefill not in ("window", "chunk"):
             raise ParameterError(f"prefill is '{prefill}'; it must be window or chunk")
         fmt = get_format(kv) if isinstance(kv, str) else kv
         self.kv = fmt.with_windows(sinks, recent)
+        self.max_batch, self.sessions, self.session_ttl = max_batch, sessions, session_ttl
         if not isinstance(model, LoadedModel):
             model = load_model(model, dtype=dtype, device=device, kernels=kernels, progress=progress)
         self.model = model
@@ -108,6 +119,7 @@ class LLM:
             model_context=model.spec.max_positions,
             max_context=max_context,
             max_batch=max_batch,
+            sessions=sessions,
             cache_bytes=cache_bytes,
             device=model.device,
         )
@@ -117,11 +129,23 @@ class LLM:
         self._chunk_size = chunk_size
         namespace = f"{model.fingerprint} {model.dtype} {self.kv} {prefill} {chunk_size}"
         self._books = CacheBooks(
-            self.layout, pools.num_pages, pools.num_windows, hashlib.sha256(namespace.encode()).digest()
+            self.layout,
+            pools.num_pages,
+            pools.num_windows,
+            hashlib.sha256(namespace.encode()).digest(),
+            session_ttl,
         )
         calibration = calibration_for(model) if self.kv.calibrated else None
         self._runner = Runner(
-            model, self.layout, pools.num_pages, pools.num_windows, calibration, prefill, attention.load()
+            model,
+            self.layout,
+            pools.num_pages,
+            pools.num_windows,
+            calibration,
+            prefill,
+            attention.load(),
+            max_batch,
+            self.max_context,
         )
         policy = Policy(max_batch, chunk_size, prefix_cache, reserve)
         self._scheduler = Scheduler(self._books, self._runner.storage, self.layout, policy)
@@ -214,12 +238,15 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """How busy the engine is."""
+        self._books.expire()
         return EngineStats(
             self._scheduler.running,
             self._scheduler.waiting,
             self._scheduler.preemptions,
             self._books.pages.count,
             self._books.available_pages,
+            self._books.snapshots,
+            self.cache_usage(),
         )
 
     def check_integrity(self) -> None:

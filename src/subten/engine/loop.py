@@ -8,12 +8,13 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from subten.engine.logprobs import token_logprobs
+from subten.engine.decode_step import Decoded
+from subten.engine.logprobs import TokenLogprobs, token_logprobs
 from subten.engine.pacing import Pacer
 from subten.engine.request import Request
 from subten.engine.runner import Pass, Runner
 from subten.engine.sampling import sample
-from subten.engine.scheduler import Batch, Scheduler
+from subten.engine.scheduler import Batch, DecodeBatch, Scheduler
 from subten.errors import CacheMemoryError, NumericalError
 
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
@@ -97,13 +98,26 @@ class EngineLoop:
             for request in finished:
                 self._scheduler.remove(request)
 
-    def _run_decode(self, batch: Batch) -> None:
+    def _run_decode(self, batch: DecodeBatch) -> None:
         try:
-            logits = self._runner.run([work for _, work in batch])
+            decoded = self._runner.decode([work for _, work in batch])
         except RuntimeError as error:
-            self._recover(batch, error)
+            self._recover(_requests(batch), error)
         else:
-            self._take_tokens(batch, logits)
+            self._take_decoded(batch, decoded)
+
+    def _take_decoded(self, batch: DecodeBatch, decoded: Decoded) -> None:
+        """What the step has chosen goes to those whose token depends on nothing else; the others' is chosen here."""
+        others: list[tuple[int, Request]] = []
+        for row, (request, _) in enumerate(batch):
+            if not request.ready:
+                continue
+            if decoded.finite[row] and request.simple:
+                self._take(request, decoded.token_ids[row], None)
+            else:
+                others.append((row, request))
+        if others:
+            self._choose(others, decoded.logits)
 
     def _run_prefill(self, *, paced: bool) -> None:
         """Take one step's prompts through the layers; with a budget, as many layers of as many steps as fit in."""
@@ -130,7 +144,7 @@ class EngineLoop:
             try:
                 self._prefill = batch, self._runner.begin([work for _, work in batch])
             except RuntimeError as error:
-                self._recover(batch, error)
+                self._recover(_requests(batch), error)
         return self._prefill is not None
 
     def _advance_prefill(self, layers: int | None) -> None:
@@ -143,7 +157,7 @@ class EngineLoop:
             logits = None if step.layers_left else self._prompt_logits(batch, step)
         except RuntimeError as error:
             self._prefill = None
-            self._recover(batch, error)
+            self._recover(_requests(batch), error)
             return
         if self._pacer.budget is not None:
             self._runner.synchronize()
@@ -162,7 +176,7 @@ class EngineLoop:
                 request.take_prompt(work.plan.context_len, request.cached, logits)
         return torch.stack([logits[-1] for logits in parts])
 
-    def _recover(self, batch: Batch, error: RuntimeError) -> None:
+    def _recover(self, requests: Sequence[Request], error: RuntimeError) -> None:
         """After a step that ran out of memory: its longest request fails, the others are computed again.
 
         Raises:
@@ -170,11 +184,11 @@ class EngineLoop:
         """
         if not isinstance(error, torch.OutOfMemoryError) and not any(w in str(error) for w in _MEMORY_WORDS):
             raise error
-        longest = max(_requests(batch), key=lambda request: request.length)
+        longest = max(requests, key=lambda request: request.length)
         longest.fail(
             CacheMemoryError("the device's memory did not suffice for the request; shorten it, or the batch")
         )
-        for request in _requests(batch):
+        for request in requests:
             if request is longest:
                 self._scheduler.remove(request)
             else:
@@ -182,8 +196,11 @@ class EngineLoop:
 
     def _take_tokens(self, batch: Batch, logits: Tensor) -> None:
         ready = self._with_branches(batch)
-        if not ready:
-            return
+        if ready:
+            self._choose(ready, logits)
+
+    def _choose(self, ready: Sequence[tuple[int, Request]], logits: Tensor) -> None:
+        """Give requests the tokens that their rows of the logits decide."""
         rows = logits[[row for row, _ in ready]]
         finite = torch.isfinite(rows).all(-1).tolist()
         for (_, request), fine in zip(ready, finite, strict=True):
@@ -198,9 +215,12 @@ class EngineLoop:
         tokens = sample(rows, [request.sample_row() for request in requests]).tolist()
         reports = token_logprobs(rows, tokens, [request.params.logprobs for request in requests])
         for request, token, logprobs in zip(requests, tokens, reports, strict=True):
-            request.take(token, logprobs)
-            if self._snapshots and (len(request.output) == 1 or request.finish_reason is not None):
-                self._scheduler.snapshot(request)
+            self._take(request, token, logprobs)
+
+    def _take(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
+        request.take(token, logprobs)
+        if self._snapshots and (len(request.output) == 1 or request.finish_reason is not None):
+            self._scheduler.snapshot(request)
 
     def _with_branches(self, batch: Batch) -> list[tuple[int, Request]]:
         """The requests whose next token the step decides, each with its row; what branches off a prompt that is now
@@ -224,5 +244,5 @@ def _continues(request: Request) -> bool:
     return request.sequence is not None and request.cached + 1 == request.length
 
 
-def _requests(batch: Batch) -> list[Request]:
+def _requests(batch: Batch | DecodeBatch) -> list[Request]:
     return [request for request, _ in batch]

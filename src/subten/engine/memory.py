@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 _SHARE_OF_FREE_MEMORY = 0.8
 _SNAPSHOTS_PER_SEQUENCE = 1
+_SNAPSHOTS_PER_SESSION = 4
+"""At the end of the prompt and of the answer, of the last two turns."""
 _SPARE_PAGES_PER_SEQUENCE = 1
 """A fork or snapshot may force one copy of a partly filled page."""
 
@@ -36,14 +38,15 @@ def plan_pools(
     model_context: int,
     max_context: int | None,
     max_batch: int,
+    sessions: int | None,
     cache_bytes: int | None,
     device: torch.device,
 ) -> PoolSizes:
     """Choose pool sizes.
 
-    Pages for `max_batch` sequences of `max_context` tokens if the budget allows it, else as many as fit; at
-    least one sequence of `max_context` tokens must fit. Where `max_context` is not given it is the model's, or
-    what fits (then a warning says so).
+    Pages for `max_batch` sequences, and for `sessions`, of `max_context` tokens if the budget allows it, else as many
+    as fit; at least one sequence of `max_context` tokens must fit. Where `max_context` is not given it is the
+    model's, or what fits (then a warning says so).
 
     Args:
         layout: page layout of the format.
@@ -51,6 +54,7 @@ def plan_pools(
         model_context: positions the model was made for.
         max_context: tokens that one sequence may have, or None.
         max_batch: sequences at a time.
+        sessions: conversations whose states are kept while they are idle; None is a snapshot per sequence.
         cache_bytes: memory to use; None is 80% of what is free.
         device: where the cache will live.
 
@@ -63,7 +67,8 @@ def plan_pools(
     if max_context is not None and not 1 <= max_context <= model_context:
         raise ParameterError(f"max_context is {max_context}; this model takes 1 to {model_context} tokens")
     budget = int(free_memory(device) * _SHARE_OF_FREE_MEMORY) if cache_bytes is None else cache_bytes
-    windows = max_batch * (1 + _SNAPSHOTS_PER_SEQUENCE)
+    snapshots = max_batch * _SNAPSHOTS_PER_SEQUENCE if sessions is None else sessions * _SNAPSHOTS_PER_SESSION
+    windows = max_batch + snapshots
     num_pages = max(0, budget - windows * layout.window_bytes(geometry)) // layout.page_bytes(geometry)
     fitting = min(model_context, _context_for(num_pages - _SPARE_PAGES_PER_SEQUENCE, layout))
     wanted = max_context or model_context
@@ -76,7 +81,7 @@ def plan_pools(
             raise CacheMemoryError(f"{sentence}; {fitting} tokens would fit")
         log.warning("%s; the context is limited to %d tokens", sentence, fitting)
         wanted = fitting
-    enough = max_batch * (layout.pages_for(wanted) + _SPARE_PAGES_PER_SEQUENCE)
+    enough = (max_batch + (sessions or 0)) * (layout.pages_for(wanted) + _SPARE_PAGES_PER_SEQUENCE)
     return PoolSizes(min(num_pages, enough), windows, wanted)
 
 

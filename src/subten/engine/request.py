@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
+from subten.engine.decode_rows import Draw
+from subten.engine.guard import TokenGuard
 from subten.engine.logprobs import TokenLogprobs, token_logprobs
 from subten.engine.sampling import SampleRow, SamplingParams
 from subten.engine.stops import StopMatcher
@@ -95,6 +98,8 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: SubtenError | None = None
+    guard: TokenGuard | None = None
+    """Says how the answer may go on; made from the parameters unless it is a branch's of a guarded answer."""
     deltas: list[Delta] = field(default_factory=list)
     """Deltas that no consumer has taken yet."""
 
@@ -106,6 +111,13 @@ class Request:
             ending |= self.tokenizer.eos_token_ids
         self._ending = frozenset(ending)
         self._emitted = 0
+        self.draw = Draw(self.params, self.seed)
+        wants = self.params
+        self._simple = wants.guard is None and wants.logprobs is None and not (wants.penalizes or wants.logit_bias)
+        self._counts: Counter[int] = Counter()
+        if self.guard is None and self.params.guard is not None:
+            self.guard = self.params.guard()
+        self._simple &= self.guard is None
 
     @property
     def length(self) -> int:
@@ -142,14 +154,30 @@ class Request:
         split = len(self.prompt)
         return [*self.prompt[start:end], *self.output[max(0, start - split) : max(0, end - split)]]
 
+    def token(self, position: int) -> int:
+        """Token id of one position, prompt and answer being one sequence."""
+        behind = position - len(self.prompt)
+        return self.prompt[position] if behind < 0 else self.output[behind]
+
+    @property
+    def simple(self) -> bool:
+        """Whether the next token depends on nothing but the logits and `draw`, and nobody asks for more than it."""
+        return self._simple and len(self.output) >= self.params.min_tokens
+
     def sample_row(self) -> SampleRow:
         """What sampling must know to choose the next token."""
         unfinished = len(self.output) < self.params.min_tokens
-        return SampleRow(self.params, self.seed, self.length, tuple(self._ending) if unfinished else ())
+        suppressed = tuple(self._ending) if unfinished else ()
+        allowed = None if self.guard is None else self.guard.allowed()
+        return SampleRow(self.params, self.seed, self.length, suppressed, self._counts, allowed)
 
     def take(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         """Add a sampled token: its text, and whether it ends the request."""
         self.output.append(token_id)
+        if self.params.penalizes:
+            self._counts[token_id] += 1
+        if self.guard is not None:
+            self.guard.accept(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
         if token_id in self._ending:
@@ -160,6 +188,8 @@ class Request:
             piece = self._stops.push(piece)
         if self._stops.matched is not None:
             self._emit(piece, "stop", self._stops.matched)
+        elif self.guard is not None and self.guard.finished:
+            self._finish("stop", None, piece)
         elif len(self.output) == self.params.max_tokens or self.length == self.max_length:
             self._finish("length", None, piece)
         else:

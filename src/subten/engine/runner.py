@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from subten.engine.calibrate import Calibration
+from subten.engine.decode_rows import DecodeRows, DecodeWork
+from subten.engine.decode_step import Decoded, DecodeStep
 from subten.engine.layer_cache import layer_cache
 from subten.engine.loading import LoadedModel
 from subten.formats import PageLayout
@@ -74,6 +76,8 @@ class Runner:
         calibration: of the model; needed where the format is a calibrated one.
         rule: what a prefill sees of its own chunk.
         attention: makes the attention over the cache.
+        max_batch: sequences of one decode step.
+        max_context: tokens of one sequence.
     """
 
     def __init__(
@@ -85,6 +89,8 @@ class Runner:
         calibration: Calibration | None,
         rule: PrefillRule,
         attention: Callable[[Sequence[LayerCache]], PagedAttention],
+        max_batch: int,
+        max_context: int,
     ) -> None:
         self._model = model
         self._rule = rule
@@ -95,6 +101,16 @@ class Runner:
                 for index in range(model.geometry.num_layers)
             ]
         )
+        max_pages = max(1, layout.pages_for(max_context))
+        rows = DecodeRows(max_batch, max_pages, rule, model.device)
+        self.decode_step = DecodeStep(model.decoder, self._attention, rows)
+
+    def decode(self, batch: Sequence[DecodeWork]) -> Decoded:
+        """One token of each of some sequences, and the choice of the next."""
+        for work in batch:
+            if work.plan.copies.pages:
+                self.storage.apply(work.plan.copies)
+        return self.decode_step.run(batch)
 
     def copy(self, copies: CopyPlan) -> None:
         """Carry out copies that belong to no step (a fork, a snapshot, a prefix hit)."""

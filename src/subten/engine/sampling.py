@@ -1,11 +1,8 @@
-"""From logits to token ids: greedy, or sampled with temperature, top-k, top-p and min-p.
+"""From logits to token ids: what a request can ask for, and everything that the host has a say in.
 
-A sampled token is a function of the row's logits, the request's seed and the token's position, and of
-nothing else: not of the batch it shares, not of how its prompt was cut into chunks, not of a fork. So there
-is no generator that carries a state. The noise for candidate `v` at `position` is a hash of (seed, position,
-v), and the Gumbel-max trick turns it into a draw: argmax(logits / temperature + gumbel) is distributed
-exactly as softmax(logits / temperature) (Maddison, Tarlow, Minka: A* Sampling, 2014). Its only reduction is a
-maximum, so the order in which a device adds numbers up plays no part; top-p alone needs a sum, in float64.
+A sampled token is a function of the row's logits, the request's seed and the token's position, and of nothing else:
+not of the batch it shares, not of how its prompt was cut into chunks, not of a fork. What is drawn, and how, is
+drawing.py.
 """
 
 from __future__ import annotations
@@ -13,22 +10,21 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from subten.engine.drawing import UNLIMITED, Knobs, draw, mix, signed
+from subten.engine.guard import GuardMaker, allowed_tokens
 from subten.errors import ParameterError
 
-_WORD = (1 << 64) - 1
 _MAX_SEED = (1 << 63) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
-_HEAD = 1024
 _MOST_CHOICES = 128
 _MOST_LOGPROBS = 20
 _LARGEST_BIAS = 100
+_LARGEST_PENALTY = 2
 
 
 @dataclass(frozen=True)
@@ -66,6 +62,12 @@ class SamplingParams:
     """Answers to one prompt, which is computed once. Answer i is the one that `choice_seed(seed, i)` gives alone."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit) before everything else."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that the answer has already, -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that the answer has it already, -2 to 2."""
+    guard: GuardMaker | None = None
+    """Makes what says, token by token, how the answer may go on (guard.py); its word is the last one."""
     logprobs: int | None = None
     """Report the log-probability of each token, and of so many of the most probable ones at its place; None: neither.
     They are the model's own: before bias, temperature and filters."""
@@ -112,6 +114,17 @@ class SamplingParams:
             lambda x: isinstance(x, tuple) and all(_is_bias(entry) for entry in x),
             f"token ids of at least 0, each with a number between -{_LARGEST_BIAS} and {_LARGEST_BIAS}",
         )
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._require(
+                name,
+                _number(lambda x: abs(x) <= _LARGEST_PENALTY),
+                f"a number between -{_LARGEST_PENALTY} and {_LARGEST_PENALTY}",
+            )
+        self._require(
+            "guard",
+            lambda x: x is None or (callable(x) and self.min_tokens == 0),
+            "None, or what makes a guard; it decides where the answer may end, so min_tokens must be 0",
+        )
         for name in ("logprobs", "prompt_logprobs"):
             self._require(
                 name,
@@ -123,6 +136,11 @@ class SamplingParams:
         value = getattr(self, name)
         if not valid(value):
             raise ParameterError(f"{name} is {value!r}; it must be {allowed}")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether what the answer has already counts."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def greedy(self) -> bool:
@@ -152,7 +170,7 @@ def request_seed(params: SamplingParams) -> int:
 
 def choice_seed(seed: int, index: int) -> int:
     """The seed of the answer `index` of several to one prompt; that of the first is the request's own."""
-    return seed if index == 0 else _mix(_mix(seed ^ _GOLDEN) + index) & _MAX_SEED
+    return seed if index == 0 else mix(mix(seed ^ _GOLDEN) + index) & _MAX_SEED
 
 
 @dataclass(frozen=True)
@@ -166,6 +184,10 @@ class SampleRow:
     """The index in the sequence, prompt included, of the token to be sampled."""
     suppressed: tuple[int, ...] = ()
     """Token ids that can't be taken now: the ending ones while `min_tokens` is not reached."""
+    counts: Mapping[int, int] = field(default_factory=dict)
+    """How often the answer has each token, where that counts (`SamplingParams.penalizes`)."""
+    allowed: Tensor | None = None
+    """int32 [words], a bit per token id that may come next (guard.py); None allows all."""
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -179,122 +201,46 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         int64 [batch] token ids on the device of `logits`.
     """
     scores = logits.float()
-    if any(row.suppressed or row.params.logit_bias for row in rows):
+    if any(row.suppressed or row.params.logit_bias or row.counts for row in rows):
         scores = scores.clone()
         for index, row in enumerate(rows):
             for token_id, bias in row.params.logit_bias:
                 scores[index, token_id] += bias
+            _penalize(scores[index], row)
             scores[index, list(row.suppressed)] = -math.inf
+    guarded = [(index, row.allowed) for index, row in enumerate(rows) if row.allowed is not None]
+    if guarded:
+        at = torch.tensor([index for index, _ in guarded], device=scores.device)
+        allowed = allowed_tokens(torch.stack([mask for _, mask in guarded]).to(scores.device), scores.shape[1])
+        scores = scores.index_copy(0, at, scores[at].masked_fill(~allowed, -math.inf))
     tokens = scores.argmax(dim=-1)
     drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
     if drawn:
         at = torch.tensor(drawn, device=logits.device)
-        tokens[at] = _draw(scores[at], [rows[index] for index in drawn])
+        positions = torch.tensor([rows[index].position for index in drawn], device=logits.device)
+        tokens[at] = draw(scores[at], knobs_of([(rows[i].params, rows[i].seed) for i in drawn], at.device), positions)
     return tokens
 
 
-def _draw(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    # With the largest score moved to 0, no temperature, however small, can overflow it.
-    temperature = torch.tensor([float(row.params.temperature) for row in rows], device=scores.device)
-    smallest = torch.finfo(torch.float32).tiny
-    scaled = (scores - scores.amax(dim=-1, keepdim=True)) / temperature.clamp_min(smallest)[:, None]
-    kept = filter_scores(scaled, [row.params for row in rows])
-    return (kept + gumbel([(row.seed, row.position) for row in rows], kept.shape[1], kept.device)).argmax(-1)
+def _penalize(scores: Tensor, row: SampleRow) -> None:
+    """Lower, in place, the scores [vocab] of the tokens that the answer has already."""
+    if row.counts:
+        tokens = torch.tensor(list(row.counts), device=scores.device)
+        times = torch.tensor(list(row.counts.values()), dtype=scores.dtype, device=scores.device)
+        scores[tokens] -= row.params.presence_penalty + row.params.frequency_penalty * times
 
 
-def filter_scores(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Apply top-k, then top-p to what is left, then min-p.
-
-    Top-k keeps exactly k tokens, top-p the smallest sufficient set; among equal scores the lowest ids stay.
-
-    Args:
-        scores: float32 [batch, vocab], logits already divided by the temperature.
-        params: one per row.
-
-    Returns:
-        float32 [batch, vocab] with -inf where a token is out. The most probable token is never out.
-    """
-    floor = torch.tensor([_log(p.min_p) for p in params], dtype=scores.dtype, device=scores.device)[:, None]
-    kept = scores.masked_fill(scores < scores.amax(dim=-1, keepdim=True) + floor, -math.inf)
-    sorting = [index for index, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
-    if sorting:
-        at = torch.tensor(sorting, device=scores.device)
-        out = ~_most_probable(scores[at], [params[index] for index in sorting])
-        kept[at] = kept[at].masked_fill(out, -math.inf)
-    return kept
+def knobs_of(rows: Sequence[tuple[SamplingParams, int]], device: torch.device) -> Knobs:
+    """Of rows with these parameters and seeds."""
+    return Knobs(
+        temperature=torch.tensor([0.0 if p.greedy else float(p.temperature) for p, _ in rows], device=device),
+        floor=torch.tensor([_log(p.min_p) for p, _ in rows], device=device),
+        top_k=torch.tensor([p.top_k or UNLIMITED for p, _ in rows], device=device),
+        top_p=torch.tensor([float(p.top_p) for p, _ in rows], dtype=torch.float64, device=device),
+        seed=torch.tensor([signed(mix(seed)) for _, seed in rows], device=device),
+        ranked=any(p.top_k > 0 or p.top_p < 1 for p, _ in rows),
+    )
 
 
 def _log(probability: float) -> float:
     return math.log(probability) if probability > 0 else -math.inf
-
-
-def _most_probable(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """bool [batch, vocab]: the tokens that top-k and top-p keep.
-
-    A nucleus is nearly always small, so the head of the ranking is looked at first and all of it only if need be:
-    at a vocabulary of 49152 on one CPU core that is 2 ms instead of 8. What is kept is the same either way: all
-    tokens above the last kept score, and of those that tie with it the lowest ids.
-    """
-    vocab = scores.shape[1]
-    wanted = [min(p.top_k or vocab, vocab) for p in params]
-    top_k = torch.tensor(wanted, device=scores.device)[:, None]
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=scores.device)[:, None]
-    probability = scores.double().softmax(dim=-1)
-    for head in (min(vocab, max(_HEAD, *(k for k in wanted if k < vocab), 1)), vocab):
-        ranked, tokens = scores.topk(head, dim=-1)
-        within = torch.arange(head, device=scores.device) < top_k
-        mass = probability.gather(1, tokens).masked_fill(~within, 0)
-        reached = mass.cumsum(dim=-1)
-        total = torch.where(top_k < vocab, reached[:, -1:], 1.0)
-        # A top_p of 1 asks for everything; rounding of the sum must not drop the last tokens.
-        kept = (within & ((reached - mass < top_p * total) | (top_p == 1))).sum(dim=-1, keepdim=True)
-        if bool(((kept < head) | (top_k < vocab)).all()):
-            break
-    last = ranked.gather(1, kept - 1)
-    ties = scores == last
-    allowed = kept - (ranked > last).sum(dim=-1, keepdim=True)
-    return (scores > last) | (ties & (ties.cumsum(dim=-1) <= allowed))
-
-
-def gumbel(keys: Sequence[tuple[int, int]], vocab: int, device: torch.device) -> Tensor:
-    """Standard Gumbel noise as a hash of (seed, position, token id).
-
-    The hash is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014): a
-    counter times the golden ratio, mixed; seed and position are mixed into its starting point.
-
-    Args:
-        keys: (seed, position) per row.
-        vocab: length of a row.
-        device: where the noise is needed; the hash is the same on all devices, the two logarithms may
-            differ in their last bit.
-
-    Returns:
-        float32 [rows, vocab], finite.
-    """
-    starts = [_signed(_mix(_mix(seed) + position)) for seed, position in keys]
-    counter = torch.arange(1, vocab + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN)
-    word = torch.tensor(starts, dtype=torch.int64, device=device)[:, None] + counter
-    for shift, factor in ((30, _signed(_MIX_1)), (27, _signed(_MIX_2))):
-        word = (word ^ _shift_right(word, shift)) * factor
-    word = word ^ _shift_right(word, 31)
-    # 63 bits as a float32 keep full relative precision near 0, where the winners of the race are.
-    uniform = (_shift_right(word, 1).float() * 2.0**-63).clamp(2.0**-64, 1 - 2.0**-24)
-    return -torch.log(-torch.log1p(-uniform))
-
-
-def _mix(word: int) -> int:
-    """SplitMix64 of one Python integer, modulo 2**64."""
-    word = (word + _GOLDEN) & _WORD
-    word = ((word ^ (word >> 30)) * _MIX_1) & _WORD
-    word = ((word ^ (word >> 27)) * _MIX_2) & _WORD
-    return word ^ (word >> 31)
-
-
-def _signed(word: int) -> int:
-    """The same 64 bits as the int64 that torch takes."""
-    return word - (1 << 64) if word > _MAX_SEED else word
-
-
-def _shift_right(word: Tensor, bits: int) -> Tensor:
-    """A logical shift: int64 has only the arithmetic one, which copies the sign bit."""
-    return (word >> bits) & ((1 << (64 - bits)) - 1)

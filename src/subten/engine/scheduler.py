@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from subten.engine.decode_rows import DecodeWork
 from subten.engine.memory import reserved_pages
 from subten.engine.request import Request
 from subten.engine.runner import Work
@@ -17,7 +18,9 @@ from subten.kvcache import AppendPlan, CacheBooks, CacheStorage
 _BY_ARRIVAL = attrgetter("arrival")
 
 Batch = Sequence[tuple[Request, Work]]
-"""A step: each request with its work."""
+"""A step of prompts: each request with its work."""
+DecodeBatch = Sequence[tuple[Request, DecodeWork]]
+"""A decode step, likewise."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +91,21 @@ class Scheduler:
                 insort(self._running, request, key=_BY_ARRIVAL)
             del self._waiting[0]
 
-    def decode_batch(self, pinned: Collection[Request]) -> Batch:
+    def decode_batch(self, pinned: Collection[Request]) -> DecodeBatch:
         """One token of every request whose prompt is done.
 
         Args:
             pinned: requests in the middle of a prompt's step, whose part of the cache has to stay where it is.
         """
-        decoding = [(r, r.cached + 1) for r in self._running if not r.prefilling and r not in pinned]
-        return self._batch(decoding, pinned)
+        batch: list[tuple[Request, DecodeWork]] = []
+        for request in [r for r in self._running if not r.prefilling and r not in pinned]:
+            token = request.token(request.cached)
+            plan = self._append(request, (token,), pinned)
+            if plan is not None:
+                assert request.sequence is not None, "a request that has room has a sequence"
+                batch.append((request, DecodeWork(request.sequence, plan, token, request.draw)))
+                request.cached += 1
+        return batch
 
     def prefill_batch(self, most: int | None) -> Batch:
         """The next chunks of the prompts that came first: of up to `most` prompts, up to `chunk_size` tokens."""
@@ -106,7 +116,7 @@ class Scheduler:
             if request.prefilling and end - request.cached <= room and (most is None or len(chosen) < most):
                 room -= end - request.cached
                 chosen.append((request, end))
-        return self._batch(chosen, ())
+        return self._batch(chosen)
 
     def fork(self, parent: Request, child: Request) -> bool:
         """Begin a request on a copy of a running one; False where there is no room, and nothing has changed."""
@@ -195,26 +205,27 @@ class Scheduler:
         length = request.max_length if reserve is None else min(request.max_length, request.length + reserve)
         return max(0, reserved_pages(self._layout, length) - held)
 
-    def _batch(self, chosen: Sequence[tuple[Request, int]], pinned: Collection[Request]) -> Batch:
+    def _batch(self, chosen: Sequence[tuple[Request, int]]) -> Batch:
         """Appends to each of the requests, which come by arrival, its tokens up to a position."""
         batch: list[tuple[Request, Work]] = []
         for request, end in chosen:
-            plan = self._append(request, end, pinned)
+            tokens = request.tokens(request.cached, end)
+            plan = self._append(request, tokens, ())
             if plan is not None:
-                batch.append((request, Work(plan, request.tokens(plan.context_len, end))))
+                batch.append((request, Work(plan, tokens)))
                 request.cached = end
         return batch
 
-    def _append(self, request: Request, end: int, pinned: Collection[Request]) -> AppendPlan | None:
-        """Make room for a request's tokens, at the cost of younger ones if need be; None where it has to wait itself,
-        as it does once an older one has taken its pages.
+    def _append(self, request: Request, tokens: Sequence[int], pinned: Collection[Request]) -> AppendPlan | None:
+        """Make room for a request's next tokens, at the cost of younger ones if need be; None where it has to wait
+        itself, as it does once an older one has taken its pages.
 
         The oldest waits for nobody but those in the middle of a step, so that there is always one that goes on.
         Whoever has to leave has not been planned for in this step, since requests are planned for by arrival.
         """
         while request.sequence is not None:
             try:
-                return self._books.append(request.sequence, request.tokens(request.cached, end))
+                return self._books.append(request.sequence, tokens)
             except CacheMemoryError as error:
                 victim = next(r for r in reversed(self._running) if r not in pinned)
                 if victim is request and self._running == [request]:

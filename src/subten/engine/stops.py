@@ -24,6 +24,8 @@ class StopMatcher:
 
     def push(self, piece: str) -> str:
         """Take the next piece of text; what of all text so far can be shown now."""
+        if not self._stops:
+            return piece
         if self.matched is not None:
             return ""
         text = self._held + piece

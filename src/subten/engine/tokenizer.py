@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+from tokenizers import decoders
 
 from subten.checkpoints.json_files import read_json_object
 from subten.errors import CheckpointError, ParameterError
@@ -20,6 +22,14 @@ if TYPE_CHECKING:
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_UTF8 = 4
+_WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
+_PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF = {
+    **{chr(byte): byte for byte in _PRINTABLE},
+    **{chr(256 + place): byte for place, byte in enumerate(_OTHERS)},
+}
+"""How byte-level vocabularies spell bytes: as themselves where that is visible, else as letters from U+0100 on."""
 
 
 class Tokenizer:
@@ -38,6 +48,13 @@ class Tokenizer:
         self._byte_fallback = self._translates_byte_tokens()
         self.is_silent = lru_cache(maxsize=None)(self._is_silent)
         self.is_byte = lru_cache(maxsize=None)(self._is_byte)
+        # A byte-level vocabulary spells a space as a letter.
+        self._byte_level = "Ġ" in "".join(backend.convert_ids_to_tokens(self.encode(" a", add_special_tokens=False)))
+        decoder = getattr(getattr(backend, "backend_tokenizer", None), "decoder", None)
+        self.joins_bytes = isinstance(decoder, decoders.ByteLevel)
+        """Whether a text is nothing but the bytes of its tokens, one after the other."""
+        self.token_bytes = lru_cache(maxsize=None)(self._bytes_of)
+        """The bytes of UTF-8 that a token stands for, which may be a part of a character."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Tokenizer:
@@ -64,7 +81,7 @@ class Tokenizer:
         encoded = self.backend(text, add_special_tokens=add_special_tokens, verbose=False)
         return [int(i) for i in encoded["input_ids"]]
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation up to the point where the model answers.
 
         Args:
@@ -73,18 +90,39 @@ class Tokenizer:
         Raises:
             ParameterError: the model has no chat template, or the template refuses the conversation.
         """
-        if not self.has_chat_template:
+        return self.encode(self.chat_text(messages), add_special_tokens=False)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+    ) -> str:
+        """A conversation as the model reads it, up to the point where it answers. Control tokens are spelled out:
+        `encode` it without adding any.
+
+        Args:
+            messages: dicts with `role` and what the template takes beside it, `content` above all.
+            tools: definitions of functions, for templates that show them to the model.
+            template: a Jinja template to use instead of the model's own.
+
+        Raises:
+            ParameterError: there is no chat template, or it refuses the conversation.
+        """
+        if not self.has_chat_template and template is None:
             raise ParameterError("the model has no chat template; give it a plain prompt instead of a chat")
         try:
-            ids = self.backend.apply_chat_template(
+            text: str = self.backend.apply_chat_template(
                 [dict(message) for message in messages],
-                tokenize=True,
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                chat_template=template,
+                tokenize=False,
                 add_generation_prompt=True,
-                return_dict=False,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise ParameterError(f"the model's chat template refuses the conversation: {error}") from error
-        return [int(i) for i in ids]
+        return text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`, exactly as the tokenizer spells it; bytes that are no UTF-8 become U+FFFD."""
@@ -92,6 +130,16 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self.backend.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
+        if self._is_byte(token_id):
+            return bytes([int(token[3:5], 16)])
+        if self._byte_level and all(character in _BYTE_OF for character in token):
+            return bytes(_BYTE_OF[character] for character in token)
+        return str(token).replace(_WORD_START, " ").encode()
 
     def _translates_byte_tokens(self) -> bool:
         token_id = self.backend.convert_tokens_to_ids("<0x41>")
@@ -147,16 +195,21 @@ class DecodeStream:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.joins_bytes else None
+        """Where a text is the bytes of its tokens, this is all it takes, at a twentieth of the time."""
         self._shown = ""
         """What the window's tokens have contributed to the pieces so far; always a prefix of their text."""
         for token_id in context[-2 * _LONGEST_UTF8 :]:
             self.push(token_id)
-        self.finish()
+        if self._utf8 is None:
+            self.finish()
 
     def push(self, token_id: int) -> str:
         """Take one token; the text that is now certain to follow the pieces so far, often empty or one word."""
         if self._tokenizer.is_silent(token_id, self._skip_special_tokens):
             return ""
+        if self._utf8 is not None:
+            return self._utf8.decode(self._tokenizer.token_bytes(token_id))
         self._window.append(token_id)
         if self._tokenizer.is_byte(token_id):
             return ""
@@ -168,6 +221,8 @@ class DecodeStream:
 
     def finish(self) -> str:
         """The rest, where the sequence ended within a character; to be called once, after the last token."""
+        if self._utf8 is not None:
+            return self._utf8.decode(b"", final=True)
         return self._advance(self._decode())
 
     def _decode(self) -> str:

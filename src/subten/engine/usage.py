@@ -37,6 +37,8 @@ class EngineStats:
         preemptions: times, so far, that a running request's part was taken for an older one.
         pages: pages of the cache.
         available_pages: those that are free, or held by snapshots alone.
+        snapshots: states at the end of prompts and answers that are kept for prompts which continue them.
+        cache: what the running sequences hold, or the last ones that ran.
     """
 
     running: int
@@ -44,3 +46,5 @@ class EngineStats:
     preemptions: int
     pages: int
     available_pages: int
+    snapshots: int
+    cache: CacheUsage

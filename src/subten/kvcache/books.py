@@ -6,8 +6,9 @@ raises and leaves the books as they were.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,25 +18,31 @@ from subten.kvcache.plans import AppendPlan, CopyPlan
 from subten.kvcache.pool import SlotPool
 from subten.kvcache.prefix import chain, full_pages, page_hash
 
+_NO_COPIES = CopyPlan()
+
 
 @dataclass
 class _Sequence:
-    """A live sequence. `hashes` covers the pages whose tokens are all known, `tail` the tokens behind them."""
+    """A live sequence. `hashes` covers the pages whose tokens are all known, `tail` the tokens behind them; up to
+    `room` tokens, its pages do as they are."""
 
     window_slot: int
     length: int = 0
     pages: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)
+    room: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Snapshot:
-    """A frozen copy of a sequence: references to its pages, and its windows as they were."""
+    """A copy of a sequence: references to its pages, and its windows as they were. Only `used` ever changes."""
 
     window_slot: int
     length: int
     pages: tuple[int, ...]
+    used: float
+    """When it was made, or last taken up."""
 
 
 class _SnapshotKey(NamedTuple):
@@ -59,12 +66,24 @@ class CacheBooks:
         num_pages: pages in the pool.
         num_windows: window slots in the pool: one per live sequence and per snapshot.
         namespace: what must be equal for tokens to have equal pages (model, format, rule).
+        snapshot_ttl: seconds after which a snapshot that nobody has taken up is dropped; None keeps it.
+        clock: tells seconds.
     """
 
-    def __init__(self, layout: PageLayout, num_pages: int, num_windows: int, namespace: bytes = b"") -> None:
+    def __init__(
+        self,
+        layout: PageLayout,
+        num_pages: int,
+        num_windows: int,
+        namespace: bytes = b"",
+        snapshot_ttl: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.format: KVFormat = layout.format
         self._layout = layout
         self._namespace = namespace
+        self._snapshot_ttl = snapshot_ttl
+        self._clock = clock
         self.pages = SlotPool(num_pages, "page")
         self.windows = SlotPool(num_windows, "window slot")
         self._sequences: dict[int, _Sequence] = {}
@@ -84,6 +103,7 @@ class CacheBooks:
         Raises:
             CacheMemoryError: no window slot is free.
         """
+        self.expire()
         hashes = chain(self._namespace, tokens, self.format)
         # Looking it up makes the snapshot the last one to be dropped for a free slot; pages are looked up behind
         # that, since they may be gone with a snapshot.
@@ -109,21 +129,29 @@ class CacheBooks:
         """
         state = self._sequences[sequence]
         length = state.length + len(tokens)
+        copies = _NO_COPIES if length <= state.room else self._make_room(state, length)
+        plan = AppendPlan(state.length, len(tokens), state.pages, state.window_slot, copies)
+        state.length = length
+        self._extend_hashes(state, tokens)
+        return plan
+
+    def _make_room(self, state: _Sequence, length: int) -> CopyPlan:
         before, after = (self._layout.tokens_in_pages(tokens_held) for tokens_held in (state.length, length))
         shared = before % PAGE_SIZE and after > before and self.pages.references(state.pages[-1]) > 1
         missing = self._layout.pages_for(length) - len(state.pages)
         fresh = self._allocate(self.pages, missing + bool(shared))
-        copies = CopyPlan()
+        copies = _NO_COPIES
         if shared:
             last = state.pages.pop()
             # An eviction in `_allocate` may have left this sequence the only holder; a copy is still right.
             self._release_pages([last])
             copies = CopyPlan(pages=((last, fresh[0]),))
         state.pages += fresh
-        plan = AppendPlan(state.length, len(tokens), tuple(state.pages), state.window_slot, copies)
-        state.length = length
-        self._extend_hashes(state, tokens)
-        return plan
+        state.room = length
+        if self.format.granularity == 1 and state.pages and self.pages.references(state.pages[-1]) == 1:
+            # A token more is one more in the pages at most.
+            state.room += len(state.pages) * PAGE_SIZE - after
+        return copies
 
     def fork(self, sequence: int) -> PrefixHit:
         """A second sequence with the same content. Pages are shared until one of the two writes to them.
@@ -133,7 +161,7 @@ class CacheBooks:
         """
         parent = self._sequences[sequence]
         (slot,) = self._allocate(self.windows, 1)
-        self.pages.retain(parent.pages)
+        self._share(parent)
         child = _Sequence(slot, parent.length, list(parent.pages), list(parent.hashes), list(parent.tail))
         return PrefixHit(self._enter(child), child.length, CopyPlan(windows=((parent.window_slot, slot),)))
 
@@ -178,14 +206,27 @@ class CacheBooks:
         state = self._sequences[sequence]
         key = _SnapshotKey(self._last_hash(state), tuple(state.tail))
         if key in self._snapshots:
-            self._snapshots.move_to_end(key)
+            self._touch(key)
             return CopyPlan()
         if not self.windows.free and not self._snapshots:
             return CopyPlan()
         (slot,) = self._allocate(self.windows, 1)
-        self.pages.retain(state.pages)
-        self._snapshots[key] = _Snapshot(slot, state.length, tuple(state.pages))
+        self._share(state)
+        self._snapshots[key] = _Snapshot(slot, state.length, tuple(state.pages), self._clock())
         return CopyPlan(windows=((state.window_slot, slot),))
+
+    @property
+    def snapshots(self) -> int:
+        """Snapshots that are kept."""
+        return len(self._snapshots)
+
+    def expire(self) -> None:
+        """Forget the snapshots that nobody has taken up for too long."""
+        if self._snapshot_ttl is None:
+            return
+        oldest = self._clock() - self._snapshot_ttl
+        while self._snapshots and next(iter(self._snapshots.values())).used <= oldest:
+            self._evict(next(iter(self._snapshots)))
 
     def drop_snapshots(self) -> None:
         """Forget every snapshot."""
@@ -211,6 +252,11 @@ class CacheBooks:
         assert inverse == self._page_of_hash, "the two sides of the page index differ"
 
     # --- inner parts -----------------------------------------------------------------------------------------
+
+    def _share(self, state: _Sequence) -> None:
+        """Somebody else holds the sequence's pages now as well."""
+        self.pages.retain(state.pages)
+        state.room = state.length
 
     def _enter(self, state: _Sequence) -> int:
         self._next_id += 1
@@ -249,7 +295,7 @@ class CacheBooks:
             if longer and tuple(tokens[start : snapshot.length]) == key.tail:
                 best = key
         if best:
-            self._snapshots.move_to_end(best)
+            self._touch(best)
         return best
 
     def _longest_page_run(self, tokens: Sequence[int], hashes: Sequence[bytes]) -> list[int]:
@@ -279,6 +325,10 @@ class CacheBooks:
             return len(self._snapshots)
         held = Counter(page for snapshot in self._snapshots.values() for page in snapshot.pages)
         return sum(self.pages.references(page) == count for page, count in held.items())
+
+    def _touch(self, key: _SnapshotKey) -> None:
+        self._snapshots.move_to_end(key)
+        self._snapshots[key].used = self._clock()
 
     def _evict(self, key: _SnapshotKey) -> None:
         snapshot = self._snapshots.pop(key)

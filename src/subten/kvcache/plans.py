@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -23,13 +24,14 @@ class AppendPlan:
     Attributes:
         context_len: tokens in the cache before the step.
         new_tokens: tokens that the step appends.
-        block_table: the sequence's pages, room for the step's tokens included.
+        block_table: the sequence's pages, room for the step's tokens included; as long as nothing is appended to it
+            after this.
         window_slot: the sequence's slot in the 16-bit windows.
         copies: copies to make first (a partly filled page that was shared).
     """
 
     context_len: int
     new_tokens: int
-    block_table: tuple[int, ...]
+    block_table: Sequence[int]
     window_slot: int
     copies: CopyPlan

@@ -37,6 +37,7 @@ def test_every_plan_has_enough_programs_and_none_without_pages(
     plan = plan_gluon(shape, batch, heads, pages, NUM_SMS)
     assert 1 <= plan.splits <= -(-(pages + shape.window_units) // plan.units_per_split)
     assert plan.tuning == tune_gluon(shape, batch * heads * shape.blocks * pages / NUM_SMS)
+    assert pages <= plan.splits * 128 * plan.tuning.warps
     assert plan.tuning.registers <= 255
     assert plan.tuning.programs_per_sm() >= 1
 

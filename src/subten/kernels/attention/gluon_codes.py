@@ -1,7 +1,7 @@
 """Pages of codes in the Gluon decode kernel: the loop in which nearly all of its time goes."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-# mypy: disable-error-code="assignment, misc"
+# mypy: disable-error-code="assignment, misc, var-annotated", no-warn-unreachable
 
 from __future__ import annotations
 

@@ -14,6 +14,9 @@ _WINDOW_TILE = 16
 _REGISTERS_PER_SM = 65536
 _MOST_SPLITS = 49
 """Of one sequence and KV head; the last program to arrive adds up what all have found, while the others are gone."""
+_MOST_PAGES_PER_WARP = 128
+"""The tensor core rounds sums towards zero. That is little of a sum of codes, which are not negative, but not of what
+is left of it when many tokens with weights alike average to little: seen at 512 pages per warp."""
 _FEW_PAGES_PER_SM = 48
 """One sequence of 32k tokens and 8 KV heads has 31 on a GPU of 132 multiprocessors."""
 _FIXED_ROUNDS = 4
@@ -155,16 +158,17 @@ def plan_gluon(
 
     A launch takes as many waves as its programs need of the places there are, and a wave as many rounds as a program
     has pages per warp, and some more (`_FIXED_ROUNDS`). Examples for head_dim 128 in groups of 4 on 132
-    multiprocessors, which hold 396 programs: one sequence of 512 pages (32k tokens) and 8 heads gets 44 splits, three
-    rounds each. 8 sequences get 6 splits, one wave of 384 programs: 7 would be two waves. 32 sequences are 256 pairs
-    of sequence and head: one split each would leave a third of the GPU idle, two would take two waves for one and a
-    third; they get 3, two full waves.
+    multiprocessors: one sequence of 512 pages (32k tokens) and 8 heads gets 33 splits on 264 places, four rounds
+    each. 8 sequences have 396 places and get 6 splits, one wave of 384 programs: 7 would be two waves. 32 sequences
+    are 256 pairs of sequence and head: one split each would leave a third of the GPU idle, two would take two waves
+    for one and a third; they get 3, two full waves.
     """
     pairs = batch * num_kv_heads * shape.blocks
     tuning = tuning or tune_gluon(shape, pairs * max_pages / num_sms)
     places = tuning.programs_per_sm() * num_sms
     units, units_per_split = max_pages + shape.window_units, tuning.warps
-    most = max(1, min(_MOST_SPLITS, -(-units // units_per_split)))
+    least = max(1, -(-max_pages // (_MOST_PAGES_PER_WARP * tuning.warps)))
+    most = max(least, min(_MOST_SPLITS, -(-units // units_per_split)))
 
     def rounds(splits: int) -> int:
         waves = -(-pairs * splits // places)
@@ -172,7 +176,7 @@ def plan_gluon(
         at_once = tuning.warps * tuning.pages
         return waves * (-(-pages // at_once) * tuning.pages + _FIXED_ROUNDS)
 
-    return GluonPlan(min(range(1, most + 1), key=rounds), units_per_split, tuning)
+    return GluonPlan(min(range(least, most + 1), key=rounds), units_per_split, tuning)
 
 
 def why_not_gluon(layout: PageLayout) -> str | None:

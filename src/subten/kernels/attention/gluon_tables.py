@@ -61,12 +61,11 @@ class GluonTables:
         """Of one coding per layer; `mean` and `rope` are those of `CodingTables`. Pages begin behind the sinks."""
         output = [coding.value.from_coded.mT for coding in codings if coding.value is not None]
         scale = torch.stack(output).abs().amax((2, 3)) if output else None
-        return cls(
-            None if scale is None else _operand(torch.stack(output) / scale[..., None, None]),
-            scale,
-            *((None, None, None) if mean is None or rope is None else _mean_key(mean, rope)),
-            None if mean is None or rope is None else _starts(rope, sinks),
-        )
+        matrix = None if scale is None else _operand(torch.stack(output) / scale[..., None, None])
+        if mean is None or rope is None:
+            return cls(matrix, scale, None, None, None, None)
+        mean_pairs, of_pairs, within = _mean_key(mean, rope)
+        return cls(matrix, scale, mean_pairs, of_pairs, within, _starts(rope, sinks))
 
     def layer(self, part: slice) -> GluonTables:
         """Of some of the layers, as views."""

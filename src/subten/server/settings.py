@@ -1,0 +1,43 @@
+"""Settings of the server: what the command line says, else the environment, else the default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class ServerSettings(BaseSettings):
+    """Everything about the server that is not about the model. A field `x` is also the environment variable
+    `SUBTEN_SERVE_X`."""
+
+    model_config = SettingsConfigDict(env_prefix="SUBTEN_SERVE_", extra="forbid", frozen=True)
+
+    host: str = "127.0.0.1"
+    """Address to listen on; the default is reachable from this machine only."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """0 takes a free one, which the log names."""
+    served_model_name: str | None = None
+    """Name that requests give as `model`; by default that of the model."""
+    api_key_file: Path | None = None
+    """File with one key per line; without one, everybody who can connect may ask."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the server (CORS); none by default."""
+    max_queue: Annotated[int, Field(ge=0)] = 128
+    """Answers that may wait beside those being generated; more are refused with 429."""
+    max_body_bytes: Annotated[int, Field(ge=1)] = 4 * 2**20
+    """Largest request body; a larger one is refused with 413."""
+    body_timeout: Annotated[float, Field(gt=0)] = 30.0
+    """Seconds that a request's body may take to arrive."""
+    drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 4.0
+    """After SIGTERM, how long answers that are under way may go on."""
+    schema_seconds: Annotated[float, Field(gt=0)] = 2.0
+    """Longest time that compiling a JSON schema or tool definitions may take."""
+    schema_bytes: Annotated[int, Field(ge=1)] = 64 * 2**10
+    """Longest JSON schema, or tool definitions together."""
+    grammar_bytes: Annotated[int, Field(ge=1)] = 64 * 2**20
+    """Largest compiled grammar."""
+    log_prompts: bool = False
+    """Write prompts and answers into the log; they are left out otherwise."""

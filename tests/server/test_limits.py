@@ -1,0 +1,220 @@
+"""Keys, sizes, places and time: what one client may take, and that the others notice nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from tests.server.conftest import TINY
+from tests.server.serving import Live, serving
+
+from subten.engine import LLM, LoadedModel, load_model
+from subten.errors import ParameterError, StorageError
+from subten.server.api_errors import ApiError
+from subten.server.keys import read_keys
+from subten.server.limits import Capacity
+from subten.server.logs import JsonLines
+from subten.server.settings import ServerSettings
+
+KEYS = ("first-key", "second-key")
+ENDLESS = {"prompt": "abc", "max_tokens": 590, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def strict(tiny: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server with keys, two places and small bodies."""
+    path = tmp_path_factory.mktemp("keys") / "keys.txt"
+    path.write_text("# who may ask\n" + "\n".join(KEYS) + "\n\n")
+    settings = ServerSettings(
+        **{"api_key_file": path, "max_queue": 1, "max_body_bytes": 2000, "body_timeout": 0.5},
+        **{"served_model_name": "mine", "allowed_origins": ("http://here.example",)},
+    )
+    with serving(LLM(tiny, **{**TINY, "max_batch": 1}), settings) as live:
+        yield live
+        live.assert_idle()
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_opens(strict: Live, key: str) -> None:
+    assert strict.client(key).models.list().data[0].id == "mine"
+    assert strict.client(key).completions.create(model="mine", prompt="abc", max_tokens=2).choices
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer wrong", "Bearer first-key2", "Basic first-key", "Bearer é"]
+)
+def test_no_key_and_wrong_keys(strict: Live, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header.encode()}
+    for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/nothing")):
+        answer = httpx.request(method, strict.url + path, headers=headers, content=b"x" * 4000)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+    with pytest.raises(openai.AuthenticationError):
+        strict.client("wrong").models.list()
+
+
+def test_monitors_need_no_key(strict: Live) -> None:
+    for path in ("/health", "/version", "/metrics", "/"):
+        assert httpx.get(strict.url + path).status_code == 200
+
+
+def test_key_files(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    with pytest.raises(StorageError, match="can't be read"):
+        read_keys(path)
+    path.write_text("# nothing\n")
+    with pytest.raises(ParameterError, match="has no key"):
+        read_keys(path)
+    path.write_text("has space\n")
+    with pytest.raises(ParameterError, match="plain ASCII"):
+        read_keys(path)
+
+
+def test_a_body_that_is_too_large(strict: Live) -> None:
+    for told in (True, False):
+        body = b"x" * 3000
+        answer = httpx.post(
+            f"{strict.url}/v1/completions",
+            content=body if told else iter([body]),  # An iterator is sent in chunks, with no length beforehand.
+            headers={"Authorization": "Bearer first-key"},
+        )
+        assert answer.status_code == 413
+        assert "larger than 2000 bytes" in answer.json()["error"]["message"]
+
+
+def test_a_body_that_does_not_come(strict: Live) -> None:
+    host, port = strict.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\nContent-Length: 9\r\n\r\n"
+        )
+        connection.sendall(head.encode() + b"abc")
+        connection.settimeout(10)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_over_capacity_is_429_and_nobody_else_notices(strict: Live) -> None:
+    client = strict.client(KEYS[0])
+    asked = {"model": "mine", "prompt": "abc", "temperature": 0, "max_tokens": 150}
+    with client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}) as running:
+        first = next(iter(running)).choices[0].text
+        with client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}):
+            with pytest.raises(openai.RateLimitError, match="takes 2") as caught:
+                client.completions.create(**asked)
+            assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+        rest = "".join(chunk.choices[0].text for chunk in running)
+    strict.assert_idle()
+    again = client.completions.create(**asked, extra_body={"ignore_eos": True})
+    assert again.choices[0].text == first + rest
+    with pytest.raises(openai.BadRequestError, match="takes 2 at a time"):
+        client.completions.create(**asked, n=3)
+
+
+def test_cors_is_for_the_named_origins_and_off_by_default(strict: Live, server: Live) -> None:
+    asked = {"Origin": "http://here.example", "Access-Control-Request-Method": "POST"}
+    answer = httpx.options(f"{strict.url}/v1/completions", headers=asked)
+    assert answer.headers["access-control-allow-origin"] == "http://here.example"
+    asked["Origin"] = "http://elsewhere.example"
+    assert "access-control-allow-origin" not in httpx.options(f"{strict.url}/v1/completions", headers=asked).headers
+    assert "access-control-allow-origin" not in httpx.get(f"{server.url}/health", headers=asked).headers
+
+
+def test_capacity_counts_and_closes() -> None:
+    capacity = Capacity(3)
+    place = capacity.enter(2)
+    with pytest.raises(ApiError) as caught:
+        capacity.enter(2)
+    assert caught.value.status == 429
+    place.leave()
+    place.leave()
+    assert capacity.taken == 0
+    capacity.close(ApiError(503, "closed"))
+    with pytest.raises(ApiError, match="closed"):
+        capacity.enter(1)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_answer(server: Live, stream: bool) -> None:
+    async def leave() -> None:
+        async with httpx.AsyncClient() as client:
+            body = {**ENDLESS, "model": server.name, "stream": stream}
+            task = asyncio.create_task(client.post(f"{server.url}/v1/completions", json=body, timeout=60))
+            while server.service.capacity.taken == 0:
+                await asyncio.sleep(0.002)
+            await asyncio.sleep(0.05)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    before = server.metrics().get("vllm:generation_tokens_total", 0)
+    asyncio.run(leave())
+    server.assert_idle()
+    tokens = server.metrics()["vllm:generation_tokens_total"] - before
+    assert tokens < 400
+
+
+def test_a_stream_closed_after_three_chunks_frees_its_pages(server: Live) -> None:
+    with server.client().completions.create(
+        model=server.name, prompt="x" * 200, max_tokens=390, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        for _ in range(3):
+            next(iter(stream))
+    begun = time.monotonic()
+    server.assert_idle()
+    assert time.monotonic() - begun < 5
+
+
+def test_an_answer_that_fails_is_alone(tiny_folder: Path) -> None:
+    """A token whose embedding is not a number breaks the requests that have it, and no other."""
+    model = load_model(tiny_folder, dtype="float64")
+    (poison,) = model.tokenizer.encode("!")
+    model.decoder.weights.embedding[poison] = float("nan")
+    with serving(LLM(model, **TINY)) as live:
+        client = live.client()
+        asked = {"model": live.name, "max_tokens": 30, "temperature": 0, "logit_bias": {str(poison): -100}}
+        with client.completions.create(**asked, prompt="fine", stream=True) as stream:
+            with pytest.raises(openai.InternalServerError, match="not finite"):
+                client.completions.create(**asked, prompt="broken!")
+            with (
+                client.completions.create(**asked, prompt="broken!", stream=True) as broken,
+                pytest.raises(openai.APIError, match="not finite"),
+            ):
+                list(broken)
+            assert list(stream)[-1].choices[0].finish_reason in ("stop", "length")
+        live.assert_idle()
+
+
+def test_the_log_has_figures_and_no_text(server: Live, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="subten"):
+        server.client().completions.create(model=server.name, prompt="my secret prompt", max_tokens=3)
+        with pytest.raises(openai.NotFoundError):
+            server.client().completions.create(model="x", prompt="my secret prompt")
+        server.assert_idle()
+    lines = [json.loads(JsonLines().format(record)) for record in caplog.records]
+    answered = next(line for line in lines if line["message"] == "answered")
+    assert answered["prompt_tokens"] == 16
+    assert {"id", "completion_tokens", "cached_tokens", "seconds", "first_token_seconds", "finish_reasons"} <= set(
+        answered
+    )
+    assert any(line["message"] == "refused" and line["status"] == 404 for line in lines)
+    assert "secret" not in json.dumps(lines)
+
+
+def test_the_log_has_texts_where_that_is_asked(tiny: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        serving(LLM(tiny, **TINY), ServerSettings(log_prompts=True)) as live,
+        caplog.at_level(logging.INFO, logger="subten"),
+    ):
+        answer = live.client().completions.create(model=live.name, prompt="my own prompt", max_tokens=5, seed=1)
+        live.assert_idle()
+    record = next(record for record in caplog.records if record.getMessage() == "answered")
+    assert record.__dict__["prompts"] == ["my own prompt"]
+    assert record.__dict__["texts"] == [answer.choices[0].text]

@@ -1,0 +1,129 @@
+"""JSON of a given form, and schemas that are bad: slow, large, wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from tests.server.conftest import TINY
+from tests.server.serving import Live, serving
+
+from subten.engine import LLM, LoadedModel
+from subten.server.settings import ServerSettings
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "likes": {"type": "array", "items": {"enum": ["tea", "coffee"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+MESSAGES: list[Any] = [{"role": "user", "content": "Who?"}]
+
+
+def form(schema: dict[str, Any], name: str = "form") -> Any:
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema, "strict": True}}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_answer_obeys_its_schema(server: Live, seed: int) -> None:
+    """The model is random: without the grammar it would write anything but JSON."""
+    asked: dict[str, Any] = {
+        **{"model": server.name, "messages": MESSAGES, "seed": seed, "max_tokens": 300, "n": 2},
+        **{"response_format": form(PERSON), "logprobs": True},
+    }
+    answer = server.client().chat.completions.create(**asked)
+    with server.client().chat.completions.create(**asked, stream=True) as stream:
+        chunks = list(stream)
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content or ""), PERSON)
+        pieces = [c.delta.content or "" for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert "".join(pieces) == choice.message.content
+
+
+def test_any_object(demo_live: Live) -> None:
+    answer = demo_live.client().chat.completions.create(
+        model=demo_live.name, messages=MESSAGES, max_tokens=120, seed=3, response_format={"type": "json_object"}
+    )
+    text = answer.choices[0].message.content or ""
+    assert text.startswith("{")
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+def test_the_demo_model_obeys_too(demo_live: Live) -> None:
+    answer = demo_live.client().chat.completions.create(
+        model=demo_live.name, messages=MESSAGES, max_tokens=200, seed=1, response_format=form(PERSON)
+    )
+    jsonschema.validate(json.loads(answer.choices[0].message.content or ""), PERSON)
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny: LoadedModel) -> Iterator[Live]:
+    """A server that gives schemas little time and room."""
+    settings = ServerSettings(schema_seconds=1.5, schema_bytes=20_000, grammar_bytes=2_000_000)
+    with serving(LLM(tiny, **TINY), settings) as live:
+        yield live
+        live.assert_idle()
+
+
+SLOW = {
+    "type": "object",
+    "properties": {f"p{i}": {"type": "string", "pattern": "^(a|b|ab|ba){1,90}x{1,90}$"} for i in range(250)},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "nonsense"}, "is not supported"),
+        ({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}, "takes 20000"),
+        (SLOW, "takes more|compiles to"),
+    ],
+)
+def test_bad_schemas_are_400_in_time_and_streams_go_on(narrow: Live, schema: dict[str, Any], words: str) -> None:
+    asked: dict[str, Any] = {"model": narrow.name, "messages": MESSAGES, "max_tokens": 400}
+    ready = {"type": "object", "properties": {words: {"type": "null"}}, "required": [words]}
+    # What compiles schemas has to be ready: behind one that had to be stopped, a new process is being started.
+    narrow.client().chat.completions.create(**{**asked, "max_tokens": 5}, response_format=form(ready))
+    with narrow.client().chat.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}) as stream:
+        next(iter(stream))
+        begun = time.monotonic()
+        with pytest.raises(openai.BadRequestError, match=words) as caught:
+            narrow.client().chat.completions.create(**asked, response_format=form(schema))
+        assert time.monotonic() - begun < 5
+        assert caught.value.code == "invalid_schema"
+        assert sum(len(chunk.choices) for chunk in stream) > 0
+    good = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"]}
+    answer = narrow.client().chat.completions.create(**{**asked, "max_tokens": 60}, response_format=form(good))
+    assert "a" in json.loads(answer.choices[0].message.content or "")
+
+
+def test_a_schema_nested_deeply(server: Live) -> None:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(400):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    body = {"model": server.name, "messages": MESSAGES, "max_tokens": 1, "response_format": form(schema)}
+    assert server.post("/v1/chat/completions", json=body).status_code in (200, 400)
+
+
+def test_forms_that_are_refused(server: Live) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    for changes, words in (
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"response_format": {"type": "json_object"}, "tools": [tool]}, "exclude each other"),
+    ):
+        body = {"model": server.name, "messages": MESSAGES, **changes}
+        answer = server.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
