@@ -170,3 +170,36 @@ def test_a_request_is_refused_before_a_model_is_loaded_where_no_format_could_hel
         with pytest.raises(KernelUnavailableError, match=message):
             select_kernels(CPU, {"cached_attention": name})
     assert "cached_attention" not in select_kernels(CPU, {"cached_attention": "torch"}).chosen
+
+
+# --- mixtures of experts -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "experts", "chosen", "reason"),
+    [
+        ((9, 0), torch.bfloat16, ((2048, 768),), "triton", None),
+        ((8, 0), torch.float16, (), "triton", None),
+        ((9, 0), None, ((2048, 768), (2048, 1408)), "triton", None),
+        ((7, 5), torch.float16, ((2048, 768),), "unfused", "it needs compute capability 8.0 or more"),
+        ((9, 0), torch.float32, ((2048, 768),), "unfused", "it multiplies in 16 bit, and the model in float32"),
+        ((9, 0), torch.bfloat16, ((2048, 768), (2048, 40)), "unfused", "not 2048 and 40"),
+    ],
+)
+def test_the_experts_of_a_gpu(gpu, caplog, capability, dtype, experts, chosen, reason):
+    gpu(*capability)
+    cuda = torch.device("cuda")
+    with caplog.at_level(logging.INFO, logger="subten.kernels.select"):
+        assert select_kernels(cuda, dtype=dtype, experts=experts).chosen["moe"] == chosen
+    (line,) = (line for line in caplog.messages if line.startswith("moe on cuda"))
+    assert line.startswith(f"moe on cuda: {chosen}")
+    assert reason is None or reason in line
+    if reason is not None:
+        with pytest.raises(KernelUnavailableError, match=reason):
+            select_kernels(cuda, {"moe": "triton"}, dtype=dtype, experts=experts)
+
+
+def test_fused_or_not_is_one_name():
+    assert select_kernels(CPU, {"moe": "unfused"}).chosen["moe"] == "unfused"
+    with pytest.raises(KernelUnavailableError, match="it is written for cuda devices"):
+        select_kernels(CPU, {"moe": "triton"})

@@ -21,6 +21,7 @@ _TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
@@ -31,11 +32,13 @@ _DIVISIBLE = [["tt.divisibility", 16]]
 
 @dataclass(frozen=True)
 class DeviceCode:
-    """Registers of a thread, bytes of memory where they did not suffice, and address and text of each instruction."""
+    """Registers of a thread, bytes of memory where they did not suffice, address and text of each instruction, and
+    what they were made of, in Triton's own terms."""
 
     registers: int
     spilled: int
     sass: tuple[tuple[int, str], ...]
+    ttir: str
 
     def loops(self) -> list[list[str]]:
         """The instructions of each loop, from where a branch goes back to up to the branch."""
@@ -80,9 +83,9 @@ def compile_kernel(
         "enable_fp_fusion": fp_fusion,
         "maxnreg": max_registers,
     }
-    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["cubin"]
+    code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
     file = folder / "kernel.cubin"
-    file.write_bytes(binary)
+    file.write_bytes(code["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     usage, listing = (
         subprocess.run([tool, option, file], check=True, capture_output=True, text=True).stdout
@@ -92,7 +95,8 @@ def compile_kernel(
     assert registers is not None
     assert stack is not None
     instructions = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", listing)
-    return DeviceCode(int(registers[1]), int(stack[1]), tuple((int(at, 16), text) for at, text in instructions))
+    sass = tuple((int(at, 16), text) for at, text in instructions)
+    return DeviceCode(int(registers[1]), int(stack[1]), sass, code.get("ttir", ""))
 
 
 def quicken_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from subten.bench.moe_session import MoEOptions, run_moe
 from subten.bench.session import AttentionOptions, MeanKeys, run_attention
 from subten.errors import SubtenError
 
@@ -79,6 +80,32 @@ def agent(
     from subten.bench.agent import run_agent
 
     if not run_agent(clones, commands, json, lambda line: print(line, file=sys.stderr), commit):
+        raise typer.Exit(MISSING_FIGURES)
+
+
+@app.command()
+def moe(
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    shapes: Annotated[str, typer.Option(help="Models, separated by commas [default: all].")] = "",
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens, separated by commas [default: 1 to 64].")] = "",
+    weights: Annotated[str, typer.Option(help="bf16, channel, block, separated by commas.")] = "block",
+    activations: Annotated[str, typer.Option(help="16bit, fp8x2, fp8, separated by commas.")] = "16bit,fp8x2,fp8",
+    sums: Annotated[str, typer.Option(help="fixed, float, separated by commas.")] = "fixed",
+    peer: Annotated[
+        list[Path] | None, typer.Option(help="Python file with another implementation; may be repeated.")
+    ] = None,
+    tuned: Annotated[Path | None, typer.Option(help="Plans from this file of tools/tune_moe.py.")] = None,
+    replays: Annotated[int, typer.Option(min=20, help="Replays of each graph.")] = 25,
+    commit: Annotated[str | None, typer.Option(help="Commit of the source, where git can't tell.")] = None,
+) -> None:
+    """A mixture of experts in one launch, beside the unfused pipeline.
+
+    Every kernel is compared with float64 first; without that there is no figure.
+    """
+    options = MoEOptions.parse(
+        shapes=shapes, tokens=tokens, weights=weights, activations=activations, sums=sums, replays=replays
+    )
+    if not run_moe(options, json, peer or [], tuned, commit):
         raise typer.Exit(MISSING_FIGURES)
 
 

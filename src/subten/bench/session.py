@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from rich.console import Console
-
 from subten.bench.ahead import compile_ahead, nearest_cases
 from subten.bench.append import BATCHES, measure_append
 from subten.bench.attention import AttentionBench, Wanted
@@ -29,6 +27,7 @@ from subten.bench.report import (
     to_json,
 )
 from subten.bench.shapes import MAIN_CONTEXT, Case, Shape, choose, parse_context
+from subten.bench.terminal import announce, names, show
 from subten.errors import ParameterError
 from subten.formats import DEFAULT_FORMAT, KVFormat, get_format
 
@@ -90,18 +89,18 @@ class AttentionOptions:
             ParameterError: a list that names nothing, or something that does not exist.
             UnknownFormatError: a name that is no format.
         """
-        names = _names(kernels)
-        unknown = [name for name in names if name not in KERNELS]
-        if unknown or not names:
+        chosen = names(kernels)
+        unknown = [name for name in chosen if name not in KERNELS]
+        if unknown or not chosen:
             raise ParameterError(f"--kernels is '{kernels}'; it takes {' and '.join(KERNELS)}, separated by commas")
         return cls(
             cases=choose(
-                [Shape.parse(text) for text in _names(rows)],
-                [parse_context(text) for text in _names(contexts)],
+                [Shape.parse(text) for text in names(rows)],
+                [parse_context(text) for text in names(contexts)],
                 quick=quick,
             ),
-            formats=[get_format(name) for name in _names(formats)],
-            kernels=names,
+            formats=[get_format(name) for name in names(formats)],
+            kernels=chosen,
             mean_key=mean_key,
             quick=quick,
             append=not quick if append is None else append,
@@ -144,16 +143,14 @@ class Results:
         return all(row.us is not None for row in rows)
 
     def show(self) -> None:
-        """Print the tables; into a pipe or file as wide as they need to be."""
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=200)
-        console.print(attention_table(self.rows, self.machine))
+        """Print the tables."""
+        tables = [attention_table(self.rows, self.machine)]
         found = crossovers(self.rows)
         if found:
-            console.print(crossover_table(found))
+            tables.append(crossover_table(found))
         if self.appends:
-            console.print(append_table(self.appends))
+            tables.append(append_table(self.appends))
+        show(*tables)
 
 
 def run_attention(options: AttentionOptions, json: Path | None, fa3: Path | None, commit: str | None) -> bool:
@@ -178,7 +175,7 @@ def run_attention(options: AttentionOptions, json: Path | None, fa3: Path | None
         load_flash_attention_3(fa3)
     results = Results(describe(device, commit), file)
     machine = results.machine
-    print(f"{machine.device} reads {machine.read_tb_per_s:.2f} TB/s; source {machine.commit}", flush=True)
+    announce(machine)
     note = compile_ahead(
         [(case, options.wanted(case)) for case in nearest_cases(options.cases)],
         [Shape(batch, 8, 4) for batch in BATCHES] if options.append else [],
@@ -194,7 +191,3 @@ def run_attention(options: AttentionOptions, json: Path | None, fa3: Path | None
             results.take(row)
     results.show()
     return results.complete
-
-
-def _names(text: str) -> list[str]:
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))

@@ -70,10 +70,10 @@ def load_model(
     """
     target = choose_device(device)
     compute = choose_dtype(dtype, target)
-    chosen = select_kernels(target, kernels)
     path = resolve_model(str(model))
     checkpoint = open_checkpoint(path)
     spec = spec_from_config(checkpoint.config)
+    chosen = select_kernels(target, kernels, dtype=compute, experts=spec.expert_sizes)
     weights = load_weights(checkpoint, spec, dtype=compute, device=target, progress=progress)
     return LoadedModel(
         name=path.stem if path.is_file() else Path(str(model)).name or path.resolve().name,

@@ -21,6 +21,7 @@ from subten.formats.layout import PageLayout
 from subten.kernels.attention.device_cache import CODED_AHEAD, refusal
 from subten.kernels.attention.gluon_plan import why_not_gluon
 from subten.kernels.moe.inputs import MoEWeights
+from subten.kernels.moe.plan import size_refusal
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +38,14 @@ class Use:
         device: where the tensors are.
         dtype: of the activations; None where that is not known yet.
         layouts: of the pages of a cache; none for operations that see no cache, or where it is not known yet.
+        experts: hidden and intermediate size of the experts of a model; none where there are none, or it is not known
+            yet.
     """
 
     device: torch.device
     dtype: torch.dtype | None = None
     layouts: tuple[PageLayout, ...] = ()
+    experts: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,12 @@ def _attention(name: str, device: str, load: Callable[[], Any], unavailable: Cal
     return Implementation(CACHED_ATTENTION, name, frozenset({device}), load, unavailable, CODED_AHEAD)
 
 
+def _moe(
+    name: str, device: str, path: str, unavailable: Callable[[Use], str | None] = lambda _use: None
+) -> Implementation:
+    return Implementation("moe", name, frozenset({device}), partial(_load, path), unavailable)
+
+
 def _no_triton(use: Use) -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed"
@@ -115,6 +125,16 @@ def _no_triton(use: Use) -> str | None:
     return next((reason for reason in map(refusal, use.layouts) if reason), None)
 
 
+def _no_triton_moe(use: Use) -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.cuda.get_device_capability(use.device) < (8, 0):
+        return "it needs compute capability 8.0 or more"
+    if use.dtype not in (None, torch.bfloat16, torch.float16):
+        return f"it multiplies in 16 bit, and the model in {str(use.dtype).removeprefix('torch.')}"
+    return next((reason for sizes in use.experts if (reason := size_refusal(*sizes))), None)
+
+
 def _no_gluon(use: Use) -> str | None:
     if torch.cuda.get_device_capability(use.device) != (9, 0):
         return "it is written for compute capability 9.0"
@@ -125,7 +145,11 @@ REGISTRY: tuple[Implementation, ...] = (
     _reference("rms_norm", "subten.kernels.norm.rms_norm_reference"),
     _reference("rope", "subten.kernels.rope.rope_reference"),
     _reference("linear", "subten.kernels.linear.linear_reference"),
+    _moe("triton", "cuda", "subten.kernels.moe.triton_moe.MOE", _no_triton_moe),
+    _moe("unfused", "cuda", "subten.kernels.moe.unfused.moe_unfused"),
     _reference("moe", "subten.kernels.moe.reference.moe_reference"),
+    # Behind the reference, which visits only the experts that were chosen.
+    _moe("unfused", "cpu", "subten.kernels.moe.unfused.moe_unfused"),
     _reference("dense_attention", "subten.kernels.attention.dense.dense_attention_reference"),
     _attention("gluon", "cuda", lambda: partial(_load(_TRITON_PAGED), decode=_load(_GLUON_DECODE)), _no_gluon),
     _attention("triton", "cuda", partial(_load, _TRITON_PAGED), _no_triton),
@@ -136,8 +160,16 @@ REGISTRY: tuple[Implementation, ...] = (
 """Every implementation; of one operation, in order of preference."""
 
 
-def select_kernels(device: torch.device, requested: Mapping[str, str] | None = None) -> Kernels:
+def select_kernels(
+    device: torch.device,
+    requested: Mapping[str, str] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    experts: tuple[tuple[int, int], ...] = (),
+) -> Kernels:
     """Choose the first implementation of each operation of a model that can run on `device`.
+
+    What is known of the model goes into the choice, see `Use`.
 
     `requested` maps operations to implementation names. A requested implementation is used or refused, never
     replaced: `KernelUnavailableError` says why it can't run, or which names exist. The choice is logged at
@@ -150,7 +182,7 @@ def select_kernels(device: torch.device, requested: Mapping[str, str] | None = N
             raise KernelUnavailableError(
                 f"there is no operation {operation!r} to choose a kernel for, only {', '.join(OPERATIONS)}"
             )
-    use = Use(device)
+    use = Use(device, dtype, experts=experts)
     if CACHED_ATTENTION in requested:
         _choose(CACHED_ATTENTION, use, requested[CACHED_ATTENTION])
     chosen = {operation: _logged(operation, use, requested.get(operation)) for operation in _OF_MODEL}

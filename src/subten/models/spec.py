@@ -72,3 +72,11 @@ class DecoderSpec:
     def num_layers(self) -> int:
         """Layers of attention and feed-forward."""
         return len(self.feed_forwards)
+
+    @property
+    def expert_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Hidden and intermediate size of all kinds of experts, shared ones among them."""
+        blocks = [block for block in self.feed_forwards if isinstance(block, MoESpec)]
+        widths = {block.intermediate_size for block in blocks}
+        widths |= {block.shared_intermediate_size for block in blocks if block.shared_intermediate_size}
+        return tuple((self.hidden_size, width) for width in sorted(widths))

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subten.kernels.moe.inputs import MoEWeights, RouterSpec
+from subten.kernels.moe.inputs import Experts, MoEWeights, RouterSpec
+from subten.kernels.moe.packing import wide_down, wide_gate_up
 from subten.kernels.moe.router import route
 from subten.kernels.precision import at_least_float32
 
@@ -17,18 +18,23 @@ def moe_reference(x: Tensor, weights: MoEWeights) -> Tensor:
     Each expert that was chosen at all is visited once, in ascending order, with the tokens routed to it. The
     experts' outputs are summed in float32 (float64 for float64 tokens) and rounded once, so a token's result
     depends on the rest of the batch only through the shape of the matrix products. A NaN in one token stays in
-    that token.
+    that token. Experts in FP8 are restored, one after the other, in the dtype of `x`.
     """
-    experts, expert_weights = route(F.linear(x, weights.router), weights.rule)
+    chosen, expert_weights = route(F.linear(x, weights.router), weights.rule, weights.correction)
     output = torch.zeros_like(at_least_float32(x))
-    for expert in sorted(set(experts.flatten().tolist())):
-        tokens, choice = (experts == expert).nonzero(as_tuple=True)
-        visited = _swiglu(x[tokens], weights.gate_up[expert], weights.down[expert])
+    for expert in sorted(set(chosen.flatten().tolist())):
+        tokens, choice = (chosen == expert).nonzero(as_tuple=True)
+        visited = _visit(x[tokens], weights.experts, expert)
         output.index_add_(0, tokens, at_least_float32(visited) * expert_weights[tokens, choice, None])
     if weights.shared is not None:
-        gate = torch.sigmoid(at_least_float32(F.linear(x, weights.shared.gate)))
-        output += gate * _swiglu(x, weights.shared.gate_up, weights.shared.down)
+        visited, gate = _visit(x, weights.shared.expert, 0), weights.shared.gate
+        output += visited if gate is None else torch.sigmoid(at_least_float32(F.linear(x, gate))) * visited
     return output.to(x.dtype)
+
+
+def _visit(x: Tensor, experts: Experts, expert: int) -> Tensor:
+    which = slice(expert, expert + 1)
+    return _swiglu(x, wide_gate_up(experts, which, x.dtype)[0], wide_down(experts, which, x.dtype)[0])
 
 
 def _swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

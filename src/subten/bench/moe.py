@@ -1,0 +1,365 @@
+"""The one-launch mixture of experts: checked, then timed, beside the unfused pipeline and whatever else is given."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
+from os import cpu_count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subten.bench.checks import ALLOWED_FP8, require
+from subten.bench.machine import Machine, first_line, require_sound_device
+from subten.bench.moe_cases import (
+    DEMO,
+    MODELS,
+    MoECase,
+    MoEProblem,
+    build_problem,
+    demo_problem,
+    random_block,
+    random_layers,
+)
+from subten.bench.moe_report import MoERow
+from subten.bench.timing import REPLAYS, Call, Timing, time_calls
+from subten.errors import NumericalError, StorageError, SubtenError
+from subten.kernels.moe import Experts, MoEWeights
+from subten.kernels.moe.packing import wide_down, wide_gate_up
+from subten.kernels.moe.plan import Activations, MoEPlan, MoEShape, MoETuning, Sums, plan_moe
+from subten.kernels.moe.router import route
+from subten.kernels.moe.unfused import all_down, all_gate_up, moe_unfused
+
+EXACT = 2e-3
+ALLOWED: Mapping[Activations, float] = {"16bit": EXACT, "fp8x2": EXACT, "fp8": 6e-2}
+"""Relative error, the result in float32."""
+_MAX_PROCESSES = 15
+UNFUSED = "unfused bf16"
+
+Peer = Callable[[MoEWeights, Tensor, Tensor], Call]
+"""(weights, tokens, logits) to a call that returns the output [tokens, hidden]."""
+Timer = Callable[[Sequence[Call], int], Timing]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One figure of a case."""
+
+    activations: Activations
+    sums: Sums
+
+
+def variants(case: MoECase, activations: Sequence[Activations], sums: Sequence[Sums]) -> list[Variant]:
+    """What is measured of a case: weights in 16 bit are multiplied in 16 bit only."""
+    kinds: Sequence[Activations] = ["16bit"] if case.weights == "bf16" else activations
+    return [Variant(kind, one) for kind in kinds for one in sums]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What tools/tune_moe.py found fastest, by shape, kind of weights and variant, for some numbers of tokens."""
+
+    found: Mapping[tuple[str, str, Variant], Mapping[int, MoEPlan]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Tuned:
+        """From a file that the tool wrote.
+
+        Raises:
+            StorageError: it is none.
+        """
+        found: dict[tuple[str, str, Variant], dict[int, MoEPlan]] = {}
+        try:
+            rows = [row for row in json.loads(path.read_text(encoding="utf-8"))["moe"] if row["us"] is not None]
+            for row in sorted(rows, key=lambda row: -float(row["us"])):
+                case, variant = MoECase(**row["case"]), Variant(**row["variant"])
+                of_shape = found.setdefault((case.shape, case.weights, variant), {})
+                of_shape[case.tokens] = MoEPlan(**{**row["plan"], "tuning": MoETuning(**row["plan"]["tuning"])})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{path} is no file of tools/tune_moe.py: {first_line(error)}") from error
+        return cls(found)
+
+    def plan(self, case: MoECase, variant: Variant, shape: MoEShape, num_sms: int) -> MoEPlan:
+        """What was found for a case, what follows from the tiles of the nearest number of tokens, or the default."""
+        of_shape = self.found.get((case.shape, case.weights, variant), {})
+        if case.tokens in of_shape:
+            return of_shape[case.tokens]
+        nearest = min(of_shape, key=lambda tokens: abs(math.log2(tokens / case.tokens)), default=None)
+        tuning = None if nearest is None else of_shape[nearest].tuning
+        return plan_moe(shape, case.tokens, num_sms, variant.activations, variant.sums, tuning)
+
+
+def load_peer(path: Path) -> tuple[str, Peer]:
+    """Another implementation, from a Python file with `NAME` and `peer(weights, tokens, logits)`, see `Peer`.
+
+    Raises:
+        StorageError: the file can't be run, or lacks one of them.
+    """
+    try:
+        names = runpy.run_path(str(path))
+        return names["NAME"], names["peer"]
+    except Exception as error:  # whatever the file raises: it is not ours
+        raise StorageError(f"{path} is no peer: {type(error).__name__}: {first_line(error)}") from error
+
+
+@dataclass
+class MoEBench:
+    """Measures case after case; the layers of a shape are kept for the cases that follow.
+
+    Attributes:
+        machine: where it runs.
+        device: likewise.
+        peers: to be measured beside the unfused pipeline, by name.
+        replays: of a graph.
+        tuned: plans that are not the default ones.
+        timer: of calls that are right, given the number of replays.
+    """
+
+    machine: Machine
+    device: torch.device
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+    replays: int = REPLAYS
+    tuned: Tuned = field(default_factory=Tuned)
+    timer: Timer = time_calls
+    _held: tuple[str, str] | None = None
+    _layers: list[MoEWeights] = field(default_factory=list)
+
+    @torch.inference_mode()
+    def rows(self, case: MoECase, wanted: Sequence[Variant]) -> Iterator[MoERow]:
+        """All rows of one case, as they come."""
+        problem = self._problem(case)
+        exact = reference(problem.layers[0], problem.x[0], problem.logits[0])
+        times, reasons = self._measure_peers(case, problem, exact)
+        for variant in wanted:
+            timing, error, reason = self._attempt(partial(self._measure, case, variant, problem, exact))
+            notes = [*([reason] if reason else []), *reasons]
+            yield make_row(case, variant, problem, timing, error, times, "; ".join(notes) or None, self.machine)
+
+    def _problem(self, case: MoECase) -> MoEProblem:
+        if case.shape == DEMO:
+            return demo_problem(case.tokens, self.machine.l2_bytes, self.device)
+        if self._held != (case.shape, case.weights):
+            self._layers.clear()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._layers += random_layers(case.shape, case.weights, self.machine.l2_bytes, self.device)
+            self._held = case.shape, case.weights
+        return build_problem(case, self._layers, self.device)
+
+    def _measure(self, case: MoECase, variant: Variant, problem: MoEProblem, exact: Tensor) -> tuple[Timing, float]:
+        from subten.kernels.moe.triton_decode import MoEScratch, moe_decode
+
+        shape = MoEShape.of(problem.layers[0])
+        plan = self.tuned.plan(case, variant, shape, self.machine.num_sms)
+        if self.device.type == "cpu":
+            plan = replace(plan, finishers=1)  # The interpreter runs programs one after the other.
+        scratch = MoEScratch.allocate(plan, shape.hidden, self.device)
+        out = torch.full(exact.shape, torch.nan, dtype=torch.float32, device=self.device)
+        moe_decode(problem.x[0], problem.layers[0], plan, scratch, logits=problem.logits[0], out=out)
+        error = require([(out, exact)], ALLOWED[variant.activations])
+        calls = [
+            partial(moe_decode, x, weights, plan, scratch, logits=logits)
+            for x, weights, logits in zip(problem.x, problem.layers, problem.logits, strict=True)
+        ]
+        return self.timer(calls, self.replays), error
+
+    def _measure_peers(self, case: MoECase, problem: MoEProblem, exact: Tensor) -> tuple[dict[str, float], list[str]]:
+        """Microseconds by name, and why others are not there."""
+        candidates: dict[str, Peer] = {UNFUSED: _unfused, **self.peers}
+        if case.weights == "channel":
+            candidates["unfused fp8"] = _unfused_fp8
+        times, reasons = {}, []
+        for name, peer in candidates.items():
+
+            def measure(peer: Peer = peer) -> tuple[Timing, float]:
+                calls = [peer(*one) for one in zip(problem.layers, problem.x, problem.logits, strict=True)]
+                result = calls[0]()
+                assert isinstance(result, Tensor)
+                return self.timer(calls, self.replays), require([(result, exact)], ALLOWED_FP8)
+
+            timing, _, reason = self._attempt(measure)
+            if timing is not None:
+                times[name] = timing.us
+            else:
+                reasons.append(f"{name}: {reason}")
+        return times, reasons
+
+    def _attempt(self, measure: Callable[[], tuple[Timing, float]]) -> tuple[Timing | None, float | None, str | None]:
+        """Time and error, or the reason why there is none."""
+        try:
+            return *measure(), None
+        except SubtenError as refusal:
+            return None, None, str(refusal)
+        except Exception as failure:  # whatever a compiler or a driver raises: the other rows are still wanted
+            require_sound_device(failure)
+            return None, None, f"{type(failure).__name__}: {first_line(failure)}"
+
+
+def reference(weights: MoEWeights, x: Tensor, logits: Tensor) -> Tensor:
+    """The block's output in float64, of its weights as they are stored."""
+    rule, x = weights.rule, x.double()
+    chosen, shares = route(logits[:, : rule.num_experts].double(), rule, weights.correction)
+    out = torch.zeros_like(x)
+    for expert in chosen.unique().tolist():
+        share = torch.where(chosen == expert, shares, 0).sum(1, keepdim=True)
+        out += share * _one_expert(x, weights.experts, expert)
+    if weights.shared is not None:
+        share = torch.ones_like(out[:, :1])
+        if weights.shared.gate is not None:
+            share = torch.sigmoid(logits[:, rule.num_experts :].double())
+        out += share * _one_expert(x, weights.shared.expert, 0)
+    return out
+
+
+def _one_expert(x: Tensor, experts: Experts, expert: int) -> Tensor:
+    which = slice(expert, expert + 1)
+    gate, up = (x @ wide_gate_up(experts, which, torch.float64)[0].T).chunk(2, 1)
+    return (F.silu(gate) * up) @ wide_down(experts, which, torch.float64)[0].T
+
+
+def make_row(
+    case: MoECase,
+    variant: Variant,
+    problem: MoEProblem,
+    timing: Timing | None,
+    error: float | None,
+    peers: Mapping[str, float],
+    note: str | None,
+    machine: Machine,
+) -> MoERow:
+    """A measurement with everything that follows from it."""
+    us, nbytes = None if timing is None else timing.us, problem.nbytes
+    floor = nbytes / machine.read_tb_per_s / 1e6
+    peer = min(peers, key=lambda name: peers[name]) if peers else None
+    return MoERow(
+        shape=case.shape,
+        tokens=case.tokens,
+        weights=case.weights,
+        activations=variant.activations,
+        sums=variant.sums,
+        distinct_experts=problem.distinct_experts,
+        us=us,
+        us_p10=None if timing is None else timing.us_p10,
+        us_p90=None if timing is None else timing.us_p90,
+        bytes=nbytes,
+        floor_us=floor,
+        share=None if us is None else floor / us,
+        error=error,
+        peer=peer,
+        peer_us=None if peer is None else peers[peer],
+        ratio=None if us is None or peer is None else peers[peer] / us,
+        peers=dict(peers),
+        note=note,
+    )
+
+
+# --- the unfused pipeline ----------------------------------------------------------------------------------------
+
+
+def _unfused(weights: MoEWeights, x: Tensor, logits: Tensor) -> Call:
+    """In 16 bit; weights in FP8 are restored before, not in the call."""
+    shared = weights.shared and replace(
+        weights.shared,
+        gate_up=all_gate_up(weights.shared.expert, x.dtype)[0],
+        down=all_down(weights.shared.expert, x.dtype)[0],
+        gate_up_scale=None,
+        down_scale=None,
+    )
+    wide = replace(
+        weights,
+        gate_up=all_gate_up(weights.experts, x.dtype),
+        down=all_down(weights.experts, x.dtype),
+        gate_up_scale=None,
+        down_scale=None,
+        shared=shared,
+    )
+    return partial(moe_unfused, x, wide, logits=logits[:, : weights.rule.num_experts])
+
+
+def _unfused_fp8(weights: MoEWeights, x: Tensor, logits: Tensor) -> Call:
+    """Both grouped GEMMs in FP8, with a scale per row and per output channel, as torch has them; experts only."""
+    if weights.shared is not None:
+        raise NumericalError("not written for a shared expert")
+
+    def call() -> Tensor:
+        chosen, shares = route(logits, weights.rule, weights.correction)
+        order = chosen.flatten().argsort(stable=True)
+        by_expert = chosen.flatten()[order]
+        numbers = torch.arange(weights.rule.num_experts, device=x.device)
+        ends = torch.searchsorted(by_expert, numbers, right=True).int()
+        gate, up = _scaled(x[order // weights.rule.top_k], weights.gate_up, weights.gate_up_scale, ends).chunk(2, 1)
+        visited = _scaled(F.silu(gate) * up, weights.down, weights.down_scale, ends)
+        sorted_back = torch.empty(visited.shape, dtype=torch.float32, device=x.device)
+        sorted_back[order] = visited.float() * shares.flatten()[order, None]
+        return sorted_back.view(*chosen.shape, -1).sum(1).to(x.dtype)
+
+    return call
+
+
+def _scaled(rows: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor) -> Tensor:
+    assert scale is not None
+    unit = (rows.float().abs().amax(1) / 448.0).clamp_min(1e-12)
+    codes = (rows.float() / unit[:, None]).to(torch.float8_e4m3fn)
+    result: Tensor = torch._scaled_grouped_mm(
+        codes, weight.transpose(1, 2), unit, scale, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    return result
+
+
+# --- compiling ahead ---------------------------------------------------------------------------------------------
+
+
+def compile_moe_ahead(
+    tasks: Sequence[tuple[MoECase, MoEPlan]],
+    outputs: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
+    seconds: float | None = None,
+) -> str:
+    """Compile every plan for outputs of these types in processes of their own, as many as are done in so many
+    seconds; what came of it, as a line for people. Failures are not told here: the measurement meets them again."""
+    processes = max(1, min(len(tasks), cpu_count() or 1, _MAX_PROCESSES))
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+    jobs = [pool.submit(_compile, case, plan, outputs) for case, plan in tasks]
+    done, _ = wait(jobs, seconds)
+    pool.shutdown(cancel_futures=True)
+    return f"compiled ahead for {len(done)} of {len(tasks)} launches in {processes} processes"
+
+
+def _compile(case: MoECase, plan: MoEPlan, outputs: Sequence[torch.dtype]) -> None:
+    """Without a launch."""
+    from subten.kernels.moe.triton_decode import MoEScratch, decode_arguments, decode_kernel
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    weights = _weights(case, device)
+    shape = MoEShape.of(weights)
+    x = torch.zeros(case.tokens, shape.hidden, dtype=torch.bfloat16, device=device)
+    logits = torch.zeros(case.tokens, shape.num_experts, device=device)
+    scratch = MoEScratch.allocate(plan, shape.hidden, device)
+    for out in (torch.empty_like(x, dtype=dtype) for dtype in outputs):
+        options: dict[str, Any] = {
+            "num_warps": plan.tuning.warps,
+            "num_stages": plan.tuning.stages,
+            "maxnreg": plan.tuning.registers,
+        }
+        decode_kernel.warmup(
+            **decode_arguments(x, logits, weights, plan, scratch, out), **options, grid=(plan.programs,)
+        )
+
+
+def shape_of(case: MoECase, device: torch.device) -> MoEShape:
+    """Of a case's weights."""
+    return MoEShape.of(_weights(case, device))
+
+
+def _weights(case: MoECase, device: torch.device) -> MoEWeights:
+    if case.shape == DEMO:
+        return demo_problem(case.tokens, 1, device).layers[0]
+    return random_block(MODELS[case.shape], case.weights, device)

@@ -1,0 +1,210 @@
+"""What is measured of mixtures of experts: blocks of public models with random weights, and one with its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subten.bench.timing import copies_past
+from subten.errors import ParameterError
+from subten.kernels.moe import MoEWeights, RouterSpec, SharedExpertWeights
+from subten.kernels.moe.packing import E4M3
+from subten.kernels.moe.plan import MAX_TOKENS
+from subten.kernels.moe.router import route
+
+WEIGHTS = ("bf16", "channel", "block")
+"""16 bit, or FP8 with scales by output channel or by blocks of 128 x 128."""
+TOKENS = (1, 2, 4, 8, 16, 32, 64)
+DEMO = "demo-moe"
+
+
+@dataclass(frozen=True)
+class MoEModel:
+    """The geometry of one block."""
+
+    rule: RouterSpec
+    hidden: int
+    intermediate: int
+    shared: int = 0
+
+
+MODELS = {
+    "mix-32b-a9b": MoEModel(RouterSpec(8, 2, True), 4096, 9728),
+    "mixtral-8x7b": MoEModel(RouterSpec(8, 2, True), 4096, 14336),
+    "qwen3-30b-a3b": MoEModel(RouterSpec(128, 8, True), 2048, 768),
+    "olmoe-1b-7b": MoEModel(RouterSpec(64, 8, False), 2048, 1024),
+    # One expert of 3.6 billion parameters and a shared one, over 32 layers: 32 billion in all, 7 of them active.
+    "seed-32b-a7b": MoEModel(RouterSpec(8, 1, False), 4096, 9088, 4608),
+}
+NAMES = (*MODELS, DEMO)
+
+
+@dataclass(frozen=True)
+class MoECase:
+    """One row's problem."""
+
+    shape: str
+    tokens: int
+    weights: str
+
+
+@dataclass(frozen=True)
+class MoEProblem:
+    """A case on a device.
+
+    Attributes:
+        layers: that are read in turn, larger together than the L2.
+        x: tokens of each layer, bf16 [tokens, hidden].
+        logits: of each layer's router (and shared gate), float32 [tokens, experts].
+    """
+
+    layers: Sequence[MoEWeights]
+    x: Sequence[Tensor]
+    logits: Sequence[Tensor]
+
+    @property
+    def distinct_experts(self) -> float:
+        """Mean over the layers of how many different experts are visited."""
+        counts = [
+            len(route(logits[:, : w.rule.num_experts], w.rule)[0].unique())
+            for w, logits in zip(self.layers, self.logits, strict=True)
+        ]
+        return sum(counts) / len(counts)
+
+    @property
+    def nbytes(self) -> int:
+        """That one layer must read and write at least: visited experts, the shared one, tokens in and out. Router and
+        shared gate are not in the call, and scales not counted."""
+        weights = self.layers[0]
+        experts, itemsize = weights.experts, weights.gate_up.element_size()
+        shared = 0 if weights.shared is None else weights.shared.expert.intermediate_size
+        neurons = self.distinct_experts * experts.intermediate_size + shared
+        return round(3 * neurons * experts.hidden_size * itemsize) + 2 * self.x[0].nbytes
+
+
+def choose_cases(shapes: Sequence[str], tokens: Sequence[str], weights: Sequence[str]) -> tuple[MoECase, ...]:
+    """Every combination; empty means all shapes, all numbers of tokens, FP8 by blocks.
+
+    Raises:
+        ParameterError: there is no such shape, number or kind.
+    """
+    for option, given, known in (("--shapes", shapes, NAMES), ("--weights", weights, WEIGHTS)):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise ParameterError(f"{option} has '{unknown[0]}'; it takes {', '.join(known)}, separated by commas")
+    bad = [text for text in tokens if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_TOKENS]
+    if bad:
+        raise ParameterError(f"--tokens has '{bad[0]}'; it takes numbers from 1 to {MAX_TOKENS}, separated by commas")
+    counts = [int(text) for text in tokens] or TOKENS
+    cases = product(shapes or NAMES, weights or ["block"], counts)
+    # The demo model is measured as it is served.
+    return tuple(dict.fromkeys(MoECase(shape, n, "bf16" if shape == DEMO else kind) for shape, kind, n in cases))
+
+
+@torch.inference_mode()
+def build_problem(case: MoECase, layers: Sequence[MoEWeights], device: torch.device, seed: int = 0) -> MoEProblem:
+    """Random tokens over `layers`, with routing of their own in each."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def gaussian(columns: int) -> Tensor:
+        return torch.randn(case.tokens, columns, generator=generator, device=device)
+
+    weights = layers[0]
+    columns = weights.rule.num_experts + (weights.shared is not None and weights.shared.gate is not None)
+    x = [gaussian(weights.experts.hidden_size).bfloat16() for _ in layers]
+    return MoEProblem(layers, x, [gaussian(columns) for _ in layers])
+
+
+@torch.inference_mode()
+def random_layers(shape: str, kind: str, l2_bytes: int, device: torch.device) -> list[MoEWeights]:
+    """Copies of one block, as many as the L2 can't hold even if only what one token visits is read."""
+    model = MODELS[shape]
+    first = random_block(model, kind, device)
+    visited = 3 * (model.rule.top_k * model.intermediate + model.shared) * model.hidden
+    copies = copies_past(l2_bytes, visited * (2 if kind == "bf16" else 1))
+    held = first.gate_up.nbytes + first.down.nbytes
+    fitting = _memory(device) // 2 // held
+    return [first, *(_copy(first) for _ in range(max(2, min(copies, fitting)) - 1))]
+
+
+def random_block(model: MoEModel, kind: str, device: torch.device) -> MoEWeights:
+    """Gaussian weights in one of `WEIGHTS`, made expert by expert."""
+    rule, hidden, width, shared = model.rule, model.hidden, model.intermediate, model.shared
+    dtype = torch.bfloat16 if kind == "bf16" else E4M3
+
+    def weight(*size: int) -> Tensor:
+        made = torch.empty(size, dtype=dtype, device=device)
+        for part in made if len(size) == 3 else [made]:
+            part.copy_((torch.randn(part.shape, device=device) * (0.02 if kind == "bf16" else 32.0)).to(dtype))
+        return made
+
+    def scale(rows: int, columns: int, halves: int, *experts: int) -> Tensor | None:
+        if kind == "bf16":
+            return None
+        sizes = (rows,) if kind == "channel" else (halves * -(-rows // halves // 128), -(-columns // 128))
+        return (0.5 + torch.rand(*experts, *sizes, device=device)) * (0.02 / 32)
+
+    of_all = None
+    if shared:
+        of_all = SharedExpertWeights(
+            weight(2 * shared, hidden),
+            weight(hidden, shared),
+            None,
+            scale(2 * shared, hidden, 2),
+            scale(hidden, shared, 1),
+        )
+    return MoEWeights(
+        rule,
+        torch.randn(rule.num_experts, hidden, device=device).bfloat16(),
+        weight(rule.num_experts, 2 * width, hidden),
+        weight(rule.num_experts, hidden, width),
+        of_all,
+        scale(2 * width, hidden, 2, rule.num_experts),
+        scale(hidden, width, 1, rule.num_experts),
+    )
+
+
+@torch.inference_mode()
+def demo_problem(tokens: int, l2_bytes: int, device: torch.device) -> MoEProblem:
+    """The experts of the shipped model, and `tokens` of a text as they reach them, from places all over it."""
+    from subten.engine.calibrate import shipped_text, without_cache
+    from subten.engine.loading import load_model
+    from subten.kernels.moe.reference import moe_reference
+    from subten.models.decoder import Decoder
+
+    model = load_model(DEMO, dtype="bfloat16", device=str(device), kernels={"moe": "torch"})
+    ids = model.tokenizer.encode(shipped_text())[: model.spec.max_positions]
+    seen: list[tuple[Tensor, MoEWeights]] = []
+
+    def look(x: Tensor, weights: MoEWeights) -> Tensor:
+        seen.append((x[torch.linspace(len(x) // 2, len(x) - 1, tokens).long().to(device)], weights))
+        return moe_reference(x, weights)
+
+    kernels = replace(model.kernels, moe=look)
+    Decoder(model.spec, model.decoder.weights, kernels).forward(without_cache(ids, device), None)
+    first = seen[0][1]
+    visited = 3 * first.rule.top_k * first.experts.intermediate_size * first.experts.hidden_size * 2
+    rounds = max(1, -(-copies_past(l2_bytes, visited) // len(seen)))
+    layers = [weights if turn == 0 else _copy(weights) for turn in range(rounds) for _, weights in seen]
+    x = [x for _ in range(rounds) for x, _ in seen]
+    logits = [(x.float() @ weights.router.float().T) for x, weights in zip(x, layers, strict=True)]
+    return MoEProblem(layers, x, logits)
+
+
+def _copy(x: Any) -> Any:
+    """The same tensors elsewhere in memory."""
+    changes = {
+        name: value.clone() if isinstance(value, Tensor) else _copy(value)
+        for name, value in vars(x).items()
+        if isinstance(value, Tensor | SharedExpertWeights)
+    }
+    return replace(x, **changes)
+
+
+def _memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 1 << 30

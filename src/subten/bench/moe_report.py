@@ -1,0 +1,114 @@
+"""Measurements of mixtures of experts as rows for programs and as a table for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from subten.bench.machine import Machine
+
+
+@dataclass(frozen=True)
+class MoERow:
+    """One way to compute one block for some tokens. A figure that is not there is None; `note` says why.
+
+    Attributes:
+        shape: name of the model.
+        tokens: of the batch.
+        weights: of the experts: "bf16", or FP8 with scales by "channel" or "block".
+        activations: what they are multiplied with.
+        sums: how outputs are added up.
+        distinct_experts: that the tokens visit, mean over the layers.
+        us: microseconds of one layer from router logits to output, median over the replays.
+        us_p10: 10th percentile.
+        us_p90: 90th percentile.
+        bytes: that must be read and written at least: visited experts, the shared one, tokens in and out.
+        floor_us: bytes at the rate at which the machine reads memory.
+        share: floor_us / us.
+        error: relative, against float64 on the same weights.
+        peer: the fastest peer.
+        peer_us: its time.
+        ratio: peer_us / us.
+        peers: all peers' times by name.
+        note: why a figure is not there, or None.
+    """
+
+    shape: str
+    tokens: int
+    weights: str
+    activations: str
+    sums: str
+    distinct_experts: float
+    us: float | None
+    us_p10: float | None
+    us_p90: float | None
+    bytes: int
+    floor_us: float
+    share: float | None
+    error: float | None
+    peer: str | None
+    peer_us: float | None
+    ratio: float | None
+    peers: Mapping[str, float]
+    note: str | None
+
+
+def moe_json(machine: Machine, rows: Sequence[MoERow]) -> bytes:
+    """An object with `machine` and `moe`; the keys of a row are its fields."""
+    content = {"machine": asdict(machine), "moe": [asdict(row) for row in rows]}
+    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+
+
+def moe_line(row: MoERow, seconds: float) -> str:
+    """A row as it comes, on one line."""
+    head = f"[{seconds:4.0f} s] {row.shape:>13} {row.tokens:2} {row.weights:<7} {row.activations:<5} {row.sums:<5}"
+    if row.us is None:
+        return f"{head} no figure: {row.note}"
+    figures = (
+        f"{row.us:8.1f} us  floor {row.floor_us:7.1f} ({row.share or 0:4.0%})  experts {row.distinct_experts:5.1f}"
+        f"  {row.peer or 'no peer'} {_number(row.peer_us, '.1f')}  ratio {_number(row.ratio, '.2f')}"
+        f"  error {_number(row.error, '.1e')}"
+    )
+    return f"{head} {figures}" + (f"  ({row.note})" if row.note else "")
+
+
+def moe_table(rows: Sequence[MoERow], machine: Machine) -> Table:
+    """All rows; notes below."""
+    notes = sorted({row.note for row in rows if row.note})
+    table = Table(
+        title=f"{machine.device}, torch {machine.torch}, Triton {machine.triton}; "
+        f"reads {machine.read_tb_per_s:.2f} TB/s",
+        caption="us of one layer. " + "; ".join(notes),
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("shape", "weights", "activations", "sums"):
+        table.add_column(name)
+    for name in ("tokens", "experts", "us", "floor", "share", "peer us", "ratio", "error"):
+        table.add_column(name, justify="right")
+    table.add_column("peer")
+    for row in rows:
+        table.add_row(
+            row.shape,
+            row.weights,
+            row.activations,
+            row.sums,
+            str(row.tokens),
+            f"{row.distinct_experts:.1f}",
+            _number(row.us, ".1f"),
+            f"{row.floor_us:.1f}",
+            _number(row.share, ".0%"),
+            _number(row.peer_us, ".1f"),
+            _number(row.ratio, ".2f"),
+            _number(row.error, ".1e"),
+            row.peer or "-",
+        )
+    return table
+
+
+def _number(x: float | None, spec: str) -> str:
+    return "-" if x is None else f"{x:{spec}}"

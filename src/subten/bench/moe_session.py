@@ -1,0 +1,98 @@
+"""One run of the benchmark of mixtures of experts: what was asked for, measured, printed and saved row by row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from subten.bench.machine import describe, require_gpu
+from subten.bench.moe import MoEBench, Tuned, Variant, compile_moe_ahead, load_peer, shape_of, variants
+from subten.bench.moe_cases import MoECase, choose_cases
+from subten.bench.moe_report import MoERow, moe_json, moe_line, moe_table
+from subten.bench.report import ResultFile
+from subten.bench.terminal import announce, names, show
+from subten.errors import ParameterError
+from subten.kernels.moe.plan import Activations, Sums
+
+
+@dataclass(frozen=True)
+class MoEOptions:
+    """What to measure: every case in every way that it can be computed."""
+
+    cases: Sequence[MoECase]
+    activations: Sequence[Activations]
+    sums: Sequence[Sums]
+    replays: int
+
+    @classmethod
+    def parse(
+        cls, *, shapes: str, tokens: str, weights: str, activations: str, sums: str, replays: int
+    ) -> MoEOptions:
+        """From the command line, where lists are separated by commas.
+
+        Raises:
+            ParameterError: a list that names something that does not exist.
+        """
+        for option, text, known in (
+            ("--activations", activations, get_args(Activations)),
+            ("--sums", sums, get_args(Sums)),
+        ):
+            chosen = names(text)
+            if not chosen or not set(chosen) <= set(known):
+                raise ParameterError(f"{option} is '{text}'; it takes {', '.join(known)}, separated by commas")
+        return cls(
+            choose_cases(names(shapes), names(tokens), names(weights)),
+            [name for name in get_args(Activations) if name in names(activations)],
+            [name for name in get_args(Sums) if name in names(sums)],
+            replays,
+        )
+
+    def variants(self, case: MoECase) -> list[Variant]:
+        """Of one case."""
+        return variants(case, self.activations, self.sums)
+
+
+def run_moe(
+    options: MoEOptions, json: Path | None, peers: Sequence[Path], tuned: Path | None, commit: str | None
+) -> bool:
+    """Measure, print and save; whether every row has its figure.
+
+    Args:
+        options: what to measure.
+        json: where to save rows, or None.
+        peers: files with other implementations, see `load_peer`.
+        tuned: file of tools/tune_moe.py, or None for the default plans.
+        commit: of the source, or None to ask git.
+
+    Raises:
+        KernelUnavailableError: there is no GPU, or it stopped working.
+        StorageError: the file can't be written, or a peer or what was tuned not be loaded.
+    """
+    device = require_gpu()
+    file = None if json is None else ResultFile(json)
+    others = dict(map(load_peer, peers))
+    plans = Tuned() if tuned is None else Tuned.read(tuned)
+    machine, rows, start = describe(device, commit), list[MoERow](), time.monotonic()
+    announce(machine)
+    tasks = [(case, variant) for case in options.cases for variant in options.variants(case)]
+    kinds = dict.fromkeys((case.shape, case.weights) for case in options.cases)
+    shapes = {kind: shape_of(MoECase(kind[0], 1, kind[1]), device) for kind in kinds}
+    note = compile_moe_ahead(
+        [
+            (case, plans.plan(case, variant, shapes[case.shape, case.weights], machine.num_sms))
+            for case, variant in tasks
+        ]
+    )
+    print(f"[{time.monotonic() - start:4.0f} s] {note}", flush=True)
+    bench = MoEBench(machine, device, others, options.replays, plans)
+    for case in options.cases:
+        for row in bench.rows(case, options.variants(case)):
+            rows.append(row)
+            print(moe_line(row, time.monotonic() - start), flush=True)
+            if file is not None:
+                file.write(moe_json(machine, rows))
+    show(moe_table(rows, machine))
+    return all(row.us is not None for row in rows)

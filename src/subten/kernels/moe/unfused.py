@@ -1,0 +1,78 @@
+"""A mixture of experts step by step: softmax, top-k, sort, gather, two grouped GEMMs with the activation between
+them, scatter. What fusing is measured against, and the way of prompts, whose tokens fill tiles of their own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subten.kernels.moe.inputs import Experts, MoEWeights
+from subten.kernels.moe.packing import wide_down, wide_gate_up
+from subten.kernels.moe.router import route
+from subten.kernels.precision import at_least_float32
+
+
+def moe_unfused(x: Tensor, weights: MoEWeights, *, logits: Tensor | None = None) -> Tensor:
+    """Mix the SwiGLU experts of each token of `x` [tokens, hidden]; returns the same shape and dtype.
+
+    `logits` [tokens, num_experts] of the router are computed here by default.
+
+    Nothing is read back to the host and no shape depends on the routing: a CUDA graph can capture it. Where torch has
+    no grouped GEMM for the device and dtype (it has for bfloat16 from compute capability 9.0 on), every expert is
+    applied to every row and the right one chosen. Experts in FP8 are restored in `x`'s dtype, which takes memory for
+    the block in that dtype and is no more than a way to have the result. Sums are in float32 (float64 for float64).
+    """
+    logits = F.linear(x, weights.router) if logits is None else logits
+    chosen, shares = route(logits, weights.rule, weights.correction)
+    order = chosen.flatten().argsort(stable=True)
+    by_expert = chosen.flatten()[order]
+    numbers = torch.arange(weights.rule.num_experts, device=x.device)
+    ends = torch.searchsorted(by_expert, numbers, right=True).int()
+    rows = x[order // weights.rule.top_k]
+    gate, up = _grouped(rows, all_gate_up(weights.experts, x.dtype), ends, by_expert).chunk(2, -1)
+    visited = _grouped(F.silu(gate) * up, all_down(weights.experts, x.dtype), ends, by_expert)
+    sorted_back = torch.empty_like(at_least_float32(visited))
+    sorted_back[order] = at_least_float32(visited) * shares.flatten()[order, None]
+    output = sorted_back.view(*chosen.shape, -1).sum(1)
+    if weights.shared is not None:
+        output += _shared(x, weights)
+    return output.to(x.dtype)
+
+
+def all_gate_up(experts: Experts, dtype: torch.dtype) -> Tensor:
+    """[E, 2 * intermediate, hidden]: as it is, or restored expert by expert."""
+    if experts.gate_up.dtype == dtype:
+        return experts.gate_up
+    return torch.cat([wide_gate_up(experts, slice(one, one + 1), dtype) for one in range(len(experts.gate_up))])
+
+
+def all_down(experts: Experts, dtype: torch.dtype) -> Tensor:
+    """[E, hidden, intermediate], likewise; put together where it is cut into slices."""
+    if experts.down.dtype == dtype and experts.down.ndim == 3:
+        return experts.down
+    return torch.cat([wide_down(experts, slice(one, one + 1), dtype) for one in range(len(experts.down))])
+
+
+def has_grouped_gemm(x: Tensor) -> bool:
+    """Whether torch has one for such rows that asks nothing of the host."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _grouped(rows: Tensor, weight: Tensor, ends: Tensor, by_expert: Tensor) -> Tensor:
+    """Sorted `rows` [n, in], each times its expert's matrix of `weight` [E, out, in]; those of e end at ends[e]."""
+    if has_grouped_gemm(rows):
+        result: Tensor = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+        return result
+    result = rows.new_zeros(len(rows), weight.shape[1])
+    for expert, matrix in enumerate(weight):
+        result = torch.where((by_expert == expert)[:, None], F.linear(rows, matrix), result)
+    return result
+
+
+def _shared(x: Tensor, weights: MoEWeights) -> Tensor:
+    assert weights.shared is not None
+    expert, gate = weights.shared.expert, weights.shared.gate
+    first, up = F.linear(x, all_gate_up(expert, x.dtype)[0]).chunk(2, -1)
+    visited = at_least_float32(F.linear(F.silu(first) * up, all_down(expert, x.dtype)[0]))
+    return visited if gate is None else torch.sigmoid(at_least_float32(F.linear(x, gate))) * visited

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from subten.kernels.moe import RouterSpec, route
+from subten.kernels.moe.unfused import moe_unfused
+from support.moe import block, error, expected, logits_of, poisoned, tokens
+
+RULE = RouterSpec(8, 3, True)
+
+
+def in_float32(weights):
+    shared = weights.shared
+    if shared is not None:
+        gate = None if shared.gate is None else shared.gate.float()
+        shared = replace(shared, gate=gate)
+    return replace(weights, router=weights.router.float(), shared=shared)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "channel", "block"])
+@pytest.mark.parametrize("count", [1, 30, 100])
+def test_equals_the_definition(kind, count) -> None:
+    weights = in_float32(block(RULE, kind, shared=96))
+    x = tokens(count, dtype=torch.float32)
+    assert error(moe_unfused(x, weights), expected(x, weights, logits_of(x, weights))) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "rule", [RouterSpec(8, 3, False), RouterSpec(8, 2, True, "sigmoid", 2.5), RouterSpec(5, 5, True)]
+)
+def test_all_ways_of_routing(rule) -> None:
+    weights = in_float32(block(rule, corrected=rule.scoring == "sigmoid", shared=32, gated=False))
+    x = tokens(12, dtype=torch.float32)
+    assert error(moe_unfused(x, weights), expected(x, weights, logits_of(x, weights))) < 1e-5
+
+
+def test_a_bad_token_does_not_leak_into_others() -> None:
+    weights, x = block(RULE, shared=32), tokens(6)
+    clean = moe_unfused(x, weights)
+    x[4, 7] = torch.nan
+    result = moe_unfused(x, weights)
+    assert result[4].isnan().all()
+    others = [0, 1, 2, 3, 5]
+    assert torch.equal(result[others], clean[others])
+
+
+def test_experts_without_a_token_have_no_influence() -> None:
+    weights, x = block(RULE), tokens(2)
+    idle = [expert for expert in range(8) if expert not in route(x @ weights.router.T, RULE)[0]]
+    assert idle
+    assert torch.equal(moe_unfused(x, poisoned(weights, idle)), moe_unfused(x, weights))
+
+
+class OnDevice(TorchDispatchMode):
+    """Refuses what a CUDA graph can't capture: numbers for the host, and shapes that depend on values."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in {"_local_scalar_dense", "nonzero", "unique", "_unique2", "masked_select", "bincount"}, name
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_goes_back_to_the_host() -> None:
+    weights, x = block(RULE, shared=32), tokens(7)
+    with OnDevice():
+        moe_unfused(x, weights)
+    with pytest.raises(AssertionError, match="nonzero"), OnDevice():
+        (x > 0).nonzero()
