@@ -1,0 +1,551 @@
+"""A mixture of experts for 1 to 64 tokens in one launch on sm_90, in Gluon: Triton with layouts by hand.
+
+The work is that of triton_decode.py, which serves other GPUs and is the one to read first. What differs is how weights
+reach a program: as one stream of tiles of 16 KiB through a ring in shared memory. The copy engine fills it, several
+tiles ahead, across the end of gate and up, of down, and of an item; a program never waits with nothing on the way.
+docs/kernels/moe.md has the reasons and the measurements.
+
+- An item is one or several slices of 64 neurons of an expert, for as many of its tokens as a tile has columns.
+- A slice's rows of gate and of up are a tile each; the four warps have 16 rows of both, so that a thread holds gate
+  and up of the same neurons.
+- Down lies in slices of 64 columns, one behind the other (`packing.cut_down`): a tile is 256 rows of a slice.
+- Products of the slices of an item are added up as 64-bit integers, as they are in memory: how many slices make an
+  item does not change a bit.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment, misc"
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from subten.kernels.attention.gluon_ptx import let_next_kernel_start, wait_for_previous_kernel
+from subten.kernels.moe.gluon_plan import LINE, GluonMoEPlan, plan_gluon_moe
+from subten.kernels.moe.gluon_routing import columns_of, locate, route, shares_of, tiles_of_experts
+from subten.kernels.moe.inputs import SCALE_BLOCK, MoEWeights
+from subten.kernels.moe.plan import MoEShape
+from subten.kernels.moe.triton_decode import MoEScratch, multiprocessors, router_logits
+
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
+
+_LOG2_E = gl.constexpr(math.log2(math.e))
+_LINE = gl.constexpr(LINE)
+_SCALE_BLOCK = gl.constexpr(SCALE_BLOCK)
+_UNIT = gl.constexpr(2.0**-32)
+"""Of the sums: a token whose outputs are as small as 1e-3 still gets them to 2e-7."""
+_LARGEST_SHARE = gl.constexpr(2.0**18)
+"""What an item may add to an output; 2^13 of these fit. A token with larger ones becomes NaN, not something wrong."""
+_INFINITY = gl.constexpr(0x7F800000)
+
+
+@gluon.jit
+def swiglu(gate, up):
+    """silu(gate) * up, of float32."""
+    return gate / (1 + gl.exp2(gate * -_LOG2_E)) * up
+
+
+def moe_decode(
+    x: Tensor,
+    weights: MoEWeights,
+    plan: GluonMoEPlan | None = None,
+    scratch: MoEScratch | None = None,
+    *,
+    logits: Tensor | None = None,
+    out: Tensor | None = None,
+    activation: Any = swiglu,
+) -> Tensor:
+    """See `subten.kernels.moe.triton_decode.moe_decode`. Down projections are cut into slices of `SLICE`.
+
+    Tokens are multiplied in fp16 with FP8 weights, in the weights' type otherwise.
+    """
+    shape = MoEShape.of(weights)
+    if not len(x):
+        return torch.empty_like(x)
+    plan = plan or plan_gluon_moe(shape, len(x), multiprocessors(x.device))
+    scratch = scratch or MoEScratch.allocate(plan, shape.hidden, x.device)
+    out = torch.empty(len(x), shape.hidden, dtype=x.dtype, device=x.device) if out is None else out
+    logits = router_logits(x, weights) if logits is None else logits
+    decode_kernel[(plan.programs,)](
+        **decode_arguments(x, logits, weights, plan, scratch, out, activation),
+        num_warps=plan.tuning.warps,
+        maxnreg=plan.tuning.registers,
+        launch_pdl=True,
+    )
+    return out
+
+
+def decode_arguments(
+    x: Tensor,
+    logits: Tensor,
+    weights: MoEWeights,
+    plan: GluonMoEPlan,
+    scratch: MoEScratch,
+    out: Tensor,
+    activation: Any = swiglu,
+) -> dict[str, Any]:
+    """All arguments of `decode_kernel`, see `moe_decode`."""
+    shared, shape = weights.shared, MoEShape.of(weights)
+    return {
+        "x": x,
+        "logits": logits,
+        "correction": weights.correction,
+        "gate_up": _pairs(weights.gate_up, plan.tuning.slice),
+        "gate_up_scale": weights.gate_up_scale,
+        "down": _slices(weights.down, plan.tuning.slice),
+        "down_scale": weights.down_scale,
+        "shared_gate_up": shared and _pairs(shared.gate_up, plan.tuning.slice),
+        "shared_gate_up_scale": shared and shared.gate_up_scale,
+        "shared_down": shared and _slices(shared.down, plan.tuning.slice),
+        "shared_down_scale": shared and shared.down_scale,
+        "sums": scratch.sums,
+        "broken": scratch.broken,
+        "counters": scratch.counters,
+        "out": out,
+        "tokens": len(x),
+        "x_stride": x.stride(0),
+        "logits_stride": logits.stride(0),
+        "SHAPE": shape,
+        "TUNING": plan.tuning,
+        "TOKENS": plan.tokens,
+        "FINISHERS": plan.finishers,
+        "FIXED": plan.sums == "fixed",
+        "GATED": shared is not None and shared.gate is not None,
+        "ACTIVATION": activation,
+    }
+
+
+def _pairs(weight: Tensor, width: int) -> TensorDescriptor:
+    """Gate and up of all experts, [2 * experts, neurons, hidden]: a tile is a slice of both halves of one."""
+    *experts, rows, hidden = weight.shape
+    return _tiles(weight.view(2 * math.prod(experts), rows // 2, hidden), [2, width, LINE // weight.itemsize])
+
+
+def _slices(weight: Tensor, width: int) -> TensorDescriptor:
+    """The slices of down of all experts one below the other, [experts * slices * hidden, width]."""
+    return _tiles(weight.view(-1, width), [2 * LINE // weight.itemsize, width])
+
+
+def _tiles(weight: Tensor, size: list[int]) -> TensorDescriptor:
+    # The copy engine knows no FP8.
+    plain = weight.view(torch.uint8) if weight.itemsize == 1 else weight
+    line = size[-1] * weight.itemsize
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=line, element_bitwidth=8 * weight.itemsize, rank=len(size))
+    return TensorDescriptor.from_tensor(plain, size, layout)
+
+
+# --- the stream of tiles -----------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _as_tile(stage, weights):
+    """A stage of the ring as the copy engine fills it from `weights`."""
+    return stage._reinterpret(weights.dtype, weights.block_shape, weights.layout)
+
+
+@gluon.jit
+def _copy_gate_up(weights, expert, neuron, step, ring, place, bar, SHAPE: gl.constexpr):
+    SLICE: gl.constexpr = weights.block_shape[1]
+    COLUMNS: gl.constexpr = weights.block_shape[2]
+    STEPS: gl.constexpr = SHAPE.hidden // COLUMNS
+    row, column = neuron + step // STEPS * SLICE, step % STEPS * COLUMNS
+    for tile in gl.static_range(2):
+        corner = [2 * expert, row, column + tile * COLUMNS]
+        tma.async_copy_global_to_shared(weights, corner, bar, _as_tile(ring.index(place + tile), weights))
+
+
+@gluon.jit
+def _copy_down(weights, down_row, step, ring, place, bar, SHAPE: gl.constexpr, GROUP: gl.constexpr):
+    ROWS: gl.constexpr = weights.block_shape[0]
+    for tile in gl.static_range(2):
+        at = step + tile
+        row = down_row + at % GROUP * SHAPE.hidden + at // GROUP * ROWS
+        tma.async_copy_global_to_shared(weights, [row, 0], bar, _as_tile(ring.index(place + tile), weights))
+
+
+@gluon.jit
+def _request(
+    step, turn, shared, expert, neuron, down_row, next_shared, next_expert, next_neuron, has_next, gate_up, down,
+    shared_gate_up, shared_down, ring, bars, SHAPE: gl.constexpr, TUNING: gl.constexpr,
+):  # fmt: skip
+    """Ask for two tiles: of an item those from its `step`-th on, or of gate and up of the item behind it. `turn`
+    counts the pairs of a program."""
+    FIRST: gl.constexpr = TUNING.group * (SHAPE.hidden // gate_up.block_shape[2])
+    ALL: gl.constexpr = FIRST + TUNING.group * (SHAPE.hidden // down.block_shape[0])
+    place = 2 * (turn % TUNING.stages)
+    bar = bars.index(turn % TUNING.stages)
+    beyond = step >= ALL
+    if (step < ALL) | has_next:
+        mbarrier.expect(bar, TUNING.stage_bytes)
+        if (step < FIRST) | beyond:
+            of_expert, first = gl.where(beyond, next_expert, expert), gl.where(beyond, next_neuron, neuron)
+            at = gl.where(beyond, step - ALL, step)
+            if SHAPE.shared > 0:
+                if gl.where(beyond, next_shared, shared) != 0:
+                    _copy_gate_up(shared_gate_up, of_expert, first, at, ring, place, bar, SHAPE)
+                else:
+                    _copy_gate_up(gate_up, of_expert, first, at, ring, place, bar, SHAPE)
+            else:
+                _copy_gate_up(gate_up, of_expert, first, at, ring, place, bar, SHAPE)
+        else:
+            if SHAPE.shared > 0:
+                if shared != 0:
+                    _copy_down(shared_down, down_row, step - FIRST, ring, place, bar, SHAPE, TUNING.group)
+                else:
+                    _copy_down(down, down_row, step - FIRST, ring, place, bar, SHAPE, TUNING.group)
+            else:
+                _copy_down(down, down_row, step - FIRST, ring, place, bar, SHAPE, TUNING.group)
+
+
+@gluon.jit
+def _take(
+    step, turn, shared, expert, neuron, down_row, next_shared, next_expert, next_neuron, has_next, gate_up, down,
+    shared_gate_up, shared_down, ring, bars, SHAPE: gl.constexpr, TUNING: gl.constexpr,
+):  # fmt: skip
+    """Wait for two tiles, ask for those that take the place of the ones before, and return where they are."""
+    AHEAD: gl.constexpr = TUNING.stages - 1
+    mbarrier.wait(bars.index(turn % TUNING.stages), (turn // TUNING.stages) & 1)
+    _request(
+        step + 2 * AHEAD, turn + AHEAD, shared, expert, neuron, down_row, next_shared, next_expert, next_neuron,
+        has_next, gate_up, down, shared_gate_up, shared_down, ring, bars, SHAPE, TUNING,
+    )  # fmt: skip
+    return 2 * (turn % TUNING.stages)
+
+
+# --- items -------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _item(
+    item, tokens, masks, tiles, first_tile, shared_items, SHAPE: gl.constexpr, TUNING: gl.constexpr,
+    TOKENS: gl.constexpr,
+):  # fmt: skip
+    """Whether an item is of the shared expert, its expert, tokens, tile of columns, first neuron, and where its rows
+    of down begin."""
+    WIDTH: gl.constexpr = TUNING.slice * TUNING.group
+    UNITS: gl.constexpr = SHAPE.intermediate // WIDTH
+    expert, mask, unit, part = locate(item - shared_items, masks, tiles, first_tile, UNITS, SHAPE.padded_experts)
+    down_row = (expert * (SHAPE.intermediate // TUNING.slice) + unit * TUNING.group) * SHAPE.hidden
+    shared = 0
+    if SHAPE.shared > 0:
+        shared_tiles = (tokens + TUNING.columns - 1) // TUNING.columns
+        if item < shared_items:
+            shared, expert = 1, 0
+            unit, part = item // shared_tiles, item % shared_tiles
+            # All bits up to the last token; in two steps, as there can be as many as there are bits.
+            one = gl.sum(masks * 0, 0) + 1
+            mask = ((one << (tokens - 1).to(masks.dtype)) - 1) * 2 + 1
+            down_row = unit * TUNING.group * SHAPE.hidden
+    return shared, expert, mask, part, unit * WIDTH, down_row
+
+
+@gluon.jit
+def _wide(tile, operand):
+    """Weights from shared memory as operand of the tensor core."""
+    if tile.dtype == gl.uint8:
+        return tile.to(gl.float8e4nv, bitcast=True).to(operand)
+    else:
+        return tile
+
+
+@gluon.jit
+def _gate_up_scales(
+    scales, neuron, scale_blocks, step, STEP: gl.constexpr, SHAPE: gl.constexpr, TUNING: gl.constexpr
+):  # fmt: skip
+    """Of the block that a step's tile of gate lies in, and of that of up."""
+    gate, up = 1.0, 1.0
+    if SHAPE.scales == "block":
+        STEPS: gl.constexpr = SHAPE.hidden // STEP
+        block = (neuron + gl.minimum(step // STEPS, TUNING.group - 1) * TUNING.slice) // _SCALE_BLOCK
+        at = step % STEPS * STEP // _SCALE_BLOCK
+        gate = gl.load(scales + block * SHAPE.hidden_blocks + at)
+        up = gl.load(scales + (scale_blocks + block) * SHAPE.hidden_blocks + at)
+    return gate, up
+
+
+@gluon.jit
+def _down_scales(scales, neuron, scale_blocks, step, row, SHAPE: gl.constexpr, TUNING: gl.constexpr):
+    """Of the rows of a step's tile of down."""
+    scale = row.to(gl.float32)
+    if SHAPE.scales != "none":
+        at = step // TUNING.group % (SHAPE.hidden // row.shape[0]) * row.shape[0] + row
+        if SHAPE.scales == "channel":
+            scale = gl.load(scales + at)
+        else:
+            block = (neuron + step % TUNING.group * TUNING.slice) // _SCALE_BLOCK
+            scale = gl.load(scales + at // _SCALE_BLOCK * scale_blocks + block)
+    return scale
+
+
+@gluon.jit
+def _multiply_gate_up(stage, values, gate_scale, up_scale, gate, up, SHAPE: gl.constexpr):
+    """A step of both sums."""
+    SLICE: gl.constexpr = gate.shape[0]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, gate.type.layout, values.type.layout.k_width)
+    OPERAND: gl.constexpr = gl.float16 if stage.dtype == gl.uint8 else stage.dtype
+    gate_rows = _wide(stage.slice(0, SLICE).load(LEFT), OPERAND)
+    up_rows = _wide(stage.slice(SLICE, SLICE).load(LEFT), OPERAND)
+    operand = values.to(OPERAND)
+    if SHAPE.scales == "block":
+        zero = gl.zeros_like(gate)
+        gate += mma_v2(gate_rows, operand, zero) * gate_scale
+        up += mma_v2(up_rows, operand, zero) * up_scale
+    else:
+        gate = mma_v2(gate_rows, operand, gate)
+        up = mma_v2(up_rows, operand, up)
+    return gate, up
+
+
+@gluon.jit
+def _multiply_down(stage, down, inners, units, member, scale, ACC: gl.constexpr, SHAPE: gl.constexpr):
+    """What a tile adds to the outputs of its rows."""
+    K_WIDTH: gl.constexpr = 4 // (stage.dtype.primitive_bitwidth // 8)
+    TERMS: gl.constexpr = inners.shape[0] // units.shape[0]
+    rows = _wide(_as_tile(stage, down).load(gl.DotOperandLayout(0, ACC, K_WIDTH)), inners.dtype)
+    ROWS: gl.constexpr = down.block_shape[0]
+    COLUMNS: gl.constexpr = units.shape[1]
+    product = gl.zeros([ROWS, COLUMNS], gl.float32, layout=ACC)
+    for term in gl.static_range(TERMS):
+        inner = inners.index(member * TERMS + term).load(gl.DotOperandLayout(1, ACC, K_WIDTH))
+        product = mma_v2(rows, inner, product)
+    if SHAPE.scales != "none":
+        product *= scale[:, None]
+    return product * units.index(member).load(gl.SliceLayout(0, ACC))[None, :]
+
+
+@gluon.jit
+def _power_of_two(bits):
+    """The largest one up to a float32 of these bits, within bounds that have an inverse."""
+    power = (bits & _INFINITY).to(gl.float32, bitcast=True)
+    return gl.minimum(gl.maximum(power, 2.0**-100), 2.0**100)
+
+
+@gluon.jit
+def _finish(
+    sums, broken, out, tokens, number, finishers, SHAPE: gl.constexpr, TUNING: gl.constexpr, FIXED: gl.constexpr
+):  # fmt: skip
+    """Turn every `finishers`-th block of sums, from `number` on, into output, and clear it. Every thread clears what
+    it has read: the layout is one."""
+    BLOCK: gl.constexpr = 512
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [TUNING.warps], [0])
+    offset = gl.arange(0, BLOCK, layout=LAYOUT)
+    for start in range(number * BLOCK, tokens * SHAPE.hidden, finishers * BLOCK):
+        at = start + offset
+        inside = at < tokens * SHAPE.hidden
+        value = gl.load(sums + at, mask=inside, other=0, cache_modifier=".cg")
+        if FIXED:
+            lost = gl.load(broken + at // SHAPE.hidden, mask=inside, other=0, cache_modifier=".cg")
+            value = gl.where(lost != 0, float("nan"), value.to(gl.float32) * _UNIT)
+        gl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+        gl.store(sums + at, gl.zeros([BLOCK], sums.dtype.element_ty, layout=LAYOUT), mask=inside)
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def decode_kernel(
+    x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up, shared_gate_up_scale,
+    shared_down, shared_down_scale, sums, broken, counters, out, tokens, x_stride, logits_stride, SHAPE: gl.constexpr,
+    TUNING: gl.constexpr, TOKENS: gl.constexpr, FINISHERS: gl.constexpr, FIXED: gl.constexpr, GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Grid: any number of programs. The shared expert's items come first, then those of visited experts."""
+    HIDDEN: gl.constexpr = SHAPE.hidden
+    SLICE: gl.constexpr = TUNING.slice
+    WARPS: gl.constexpr = TUNING.warps
+    GROUP: gl.constexpr = TUNING.group
+    COLUMNS: gl.constexpr = TUNING.columns
+    STAGES: gl.constexpr = TUNING.stages
+    WORD: gl.constexpr = gate_up.dtype
+    SIZE: gl.constexpr = WORD.primitive_bitwidth // 8
+    STEP: gl.constexpr = gate_up.block_shape[2]
+    ROWS: gl.constexpr = down.block_shape[0]
+    STEPS: gl.constexpr = HIDDEN // STEP
+    BLOCKS: gl.constexpr = HIDDEN // ROWS
+    OPERAND: gl.constexpr = gl.float16 if SIZE == 1 else WORD
+    TERMS: gl.constexpr = 2 if OPERAND == gl.bfloat16 else 1
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
+    K_WIDTH: gl.constexpr = 4 // SIZE
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, K_WIDTH)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, K_WIDTH)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    BY_COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
+    RING: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=_LINE, element_bitwidth=8 * SIZE, rank=2)
+    INNER: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [0, 1])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+
+    ring = gl.allocate_shared_memory(WORD, [2 * STAGES, 2 * SLICE, STEP], RING)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    inners = gl.allocate_shared_memory(OPERAND, [GROUP * TERMS, SLICE, COLUMNS], INNER)
+    units = gl.allocate_shared_memory(gl.float32, [GROUP, COLUMNS], FLAT)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=1)
+    wait_for_previous_kernel()
+    let_next_kernel_start()
+
+    masks, top, divisor = route(logits, correction, tokens, logits_stride, SHAPE, TOKENS, WARPS)
+    tiles, first_tile = tiles_of_experts(masks, COLUMNS)
+    shared_items = SHAPE.shared // (SLICE * GROUP) * ((tokens + COLUMNS - 1) // COLUMNS)
+    items = shared_items + gl.sum(tiles, 0) * (SHAPE.intermediate // (SLICE * GROUP))
+    programs = gl.num_programs(0)
+    first = gl.program_id(0)
+    if first < items:
+        shared, expert, mask, part, neuron, down_row = _item(
+            first, tokens, masks, tiles, first_tile, shared_items, SHAPE, TUNING, TOKENS
+        )
+        for i in gl.static_range(STAGES - 1):
+            _request(
+                2 * i, i, shared, expert, neuron, down_row, shared, expert, neuron, False, gate_up, down, shared_gate_up,
+                shared_down, ring, bars, SHAPE, TUNING,
+            )  # fmt: skip
+        turn = 0
+        for item in range(first, items, programs):
+            has_next = item + programs < items
+            next_shared, next_expert, next_mask, next_part, next_neuron, next_down = _item(
+                item + programs, tokens, masks, tiles, first_tile, shared_items, SHAPE, TUNING, TOKENS
+            )
+            of_operand, has_operand = columns_of(mask, part, TOKENS, COLUMNS, gl.SliceLayout(0, RIGHT))
+            of_column, real = columns_of(mask, part, TOKENS, COLUMNS, BY_COLUMN)
+            share = gl.full([COLUMNS], 1.0, gl.float32, layout=BY_COLUMN)
+            if shared != 0:
+                if GATED:
+                    gate_logit = gl.load(
+                        logits + of_column * logits_stride + SHAPE.num_experts, mask=real, other=0.0
+                    ).to(gl.float32)
+                    share = 1 / (1 + gl.exp2(gate_logit * -_LOG2_E))
+            else:
+                share = shares_of(logits, expert, of_column, real, logits_stride, top, divisor, SHAPE)
+            odd = ((share.to(gl.int32, bitcast=True) & _INFINITY) == _INFINITY).to(gl.int32)
+            gate_scales, down_scales = gate_up_scale, down_scale
+            width = SHAPE.intermediate
+            scale_blocks = SHAPE.scale_blocks
+            if SHAPE.scales == "channel":
+                gate_scales = gate_up_scale + expert.to(gl.int64) * (2 * SHAPE.intermediate)
+                down_scales = down_scale + expert.to(gl.int64) * HIDDEN
+            elif SHAPE.scales == "block":
+                gate_scales = gate_up_scale + expert.to(gl.int64) * (2 * SHAPE.scale_blocks * SHAPE.hidden_blocks)
+                down_scales = down_scale + expert.to(gl.int64) * (SHAPE.scale_blocks * SHAPE.hidden_blocks)
+            if SHAPE.shared > 0:
+                if shared != 0:
+                    width = SHAPE.shared
+                    scale_blocks = SHAPE.shared_scale_blocks
+                    if SHAPE.scales != "none":
+                        gate_scales, down_scales = shared_gate_up_scale, shared_down_scale
+
+            # Gate and up, slice by slice. What does not come through the ring is loaded as soon as the registers are
+            # free: nothing waits for it before the next step, not even to be moved.
+            k = gl.arange(0, STEP, layout=gl.SliceLayout(1, RIGHT))
+            sources = x + of_operand[None, :] * x_stride + k[:, None]
+            there = has_operand[None, :]
+            values = gl.load(sources, mask=there, other=0.0)
+            odd_values = gl.load(sources + STEP, mask=there, other=0.0)
+            gate_scale, up_scale = _gate_up_scales(gate_scales, neuron, scale_blocks, 0, STEP, SHAPE, TUNING)
+            odd_gate_scale, odd_up_scale = _gate_up_scales(gate_scales, neuron, scale_blocks, 1, STEP, SHAPE, TUNING)
+            step = 0
+            for g in range(GROUP):
+                gate = gl.zeros([SLICE, COLUMNS], gl.float32, layout=ACC)
+                up = gl.zeros([SLICE, COLUMNS], gl.float32, layout=ACC)
+                odd_gate, odd_up = gate, up
+                for _ in range(STEPS // 2):
+                    place = _take(
+                        step, turn, shared, expert, neuron, down_row, next_shared, next_expert, next_neuron, has_next,
+                        gate_up, down, shared_gate_up, shared_down, ring, bars, SHAPE, TUNING,
+                    )  # fmt: skip
+                    gate, up = _multiply_gate_up(ring.index(place), values, gate_scale, up_scale, gate, up, SHAPE)
+                    odd_gate, odd_up = _multiply_gate_up(
+                        ring.index(place + 1), odd_values, odd_gate_scale, odd_up_scale, odd_gate, odd_up, SHAPE
+                    )
+                    step += 2
+                    turn += 1
+                    values = gl.load(sources + step % STEPS * STEP, mask=there, other=0.0)
+                    odd_values = gl.load(sources + (step + 1) % STEPS * STEP, mask=there, other=0.0)
+                    gate_scale, up_scale = _gate_up_scales(
+                        gate_scales, neuron, scale_blocks, step, STEP, SHAPE, TUNING
+                    )
+                    odd_gate_scale, odd_up_scale = _gate_up_scales(
+                        gate_scales, neuron, scale_blocks, step + 1, STEP, SHAPE, TUNING
+                    )
+                gate += odd_gate
+                up += odd_up
+                if SHAPE.scales == "channel":
+                    row = neuron + g * SLICE + gl.arange(0, SLICE, layout=BY_ROW)
+                    gate *= gl.load(gate_scales + row)[:, None]
+                    up *= gl.load(gate_scales + width + row)[:, None]
+                inner = ACTIVATION(gate, up)
+                # Brought to at most two, lest it overflow in 16 bit.
+                largest = gl.max(inner.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+                odd |= (largest >= _INFINITY).to(gl.int32)
+                unit = _power_of_two(largest)
+                inner *= (1 / unit)[None, :]
+                rounded = inner.to(OPERAND)
+                inners.index(g * TERMS).store(rounded)
+                if TERMS == 2:
+                    # Rounding to 8 bits of mantissa would be most of the error: the rest is multiplied as well.
+                    inners.index(g * TERMS + 1).store((inner - rounded.to(gl.float32)).to(OPERAND))
+                units.index(g).store(share * unit * (1 / _UNIT if FIXED else 1.0))
+
+            # Down, for all of them.
+            summed = real & (odd == 0) if FIXED else real
+            row = gl.arange(0, ROWS, layout=BY_ROW)
+            outputs = sums + of_column[None, :] * HIDDEN + row[:, None]
+            peak = gl.zeros([ROWS, COLUMNS], gl.float32, layout=ACC)
+            scale = _down_scales(down_scales, neuron, scale_blocks, 0, row, SHAPE, TUNING)
+            odd_scale = _down_scales(down_scales, neuron, scale_blocks, 1, row, SHAPE, TUNING)
+            at = 0
+            for start in range(0, HIDDEN, ROWS * (2 if GROUP == 1 else 1)):
+                added = gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC)
+                for _ in range(1 if GROUP == 1 else GROUP // 2):
+                    place = _take(
+                        step, turn, shared, expert, neuron, down_row, next_shared, next_expert, next_neuron, has_next,
+                        gate_up, down, shared_gate_up, shared_down, ring, bars, SHAPE, TUNING,
+                    )  # fmt: skip
+                    product = _multiply_down(ring.index(place), down, inners, units, at % GROUP, scale, ACC, SHAPE)
+                    odd_product = _multiply_down(
+                        ring.index(place + 1), down, inners, units, (at + 1) % GROUP, odd_scale, ACC, SHAPE
+                    )
+                    at += 2
+                    step += 2
+                    turn += 1
+                    scale = _down_scales(down_scales, neuron, scale_blocks, at, row, SHAPE, TUNING)
+                    odd_scale = _down_scales(down_scales, neuron, scale_blocks, at + 1, row, SHAPE, TUNING)
+                    if FIXED:
+                        peak = gl.maximum(peak, gl.maximum(gl.abs(product), gl.abs(odd_product)))
+                    added += product.to(added.dtype)
+                    if GROUP == 1:
+                        gl.atomic_add(outputs + start, added, mask=summed[None, :], sem="relaxed")
+                        added = odd_product.to(added.dtype)
+                    else:
+                        added += odd_product.to(added.dtype)
+                last = ROWS if GROUP == 1 else 0
+                gl.atomic_add(outputs + (start + last), added, mask=summed[None, :], sem="relaxed")
+            if FIXED:
+                odd |= (gl.max(peak, 0) > _LARGEST_SHARE / _UNIT).to(gl.int32)
+                gl.atomic_max(broken + of_column, odd, mask=real & (odd != 0), sem="relaxed")
+            shared, expert, mask, part, neuron = next_shared, next_expert, next_mask, next_part, next_neuron
+            down_row = next_down
+
+    arriving = gl.minimum(items, programs)
+    if first < arriving:
+        finishers = gl.minimum(arriving, FINISHERS)
+        # All warps have added before the counter says so; that also acquires what others have added.
+        _barrier()
+        ticket = gl.atomic_add(counters, 1, sem="acq_rel")
+        if ticket >= arriving - finishers:
+            if FINISHERS > 1:
+                while gl.atomic_add(counters, 0, sem="acquire") < arriving:
+                    pass
+            _finish(sums, broken, out, tokens, ticket - (arriving - finishers), finishers, SHAPE, TUNING, FIXED)
+            _barrier()
+            if gl.atomic_add(counters + 1, 1, sem="acq_rel") == finishers - 1:
+                LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+                token = gl.arange(0, TOKENS, layout=LAYOUT)
+                gl.store(broken + token, gl.zeros([TOKENS], gl.int32, layout=LAYOUT))
+                gl.store(counters, 0)
+                gl.store(counters + 1, 0)

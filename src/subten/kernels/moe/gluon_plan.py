@@ -1,0 +1,130 @@
+"""What the Gluon mixture-of-experts kernel is told beyond its tensors, and how a launch is split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from subten.kernels.moe.plan import MoEShape, Sums, power_of_two
+
+LINE = 128
+"""Bytes of a row of a tile of gate or up: what one swizzle of the copy engine spans."""
+_SHARED_MEMORY = 226 << 10
+_BESIDE_RING = 4 << 10
+"""Shared memory of a program beside its tiles, for operands of the second product, reductions and barriers."""
+_FINISH_BYTES = 4096
+"""Of sums that one program turns into output in one round trip to the L2."""
+_ROUNDS = 4
+"""Items that a program should have at least before slices are grouped."""
+
+
+@dataclass(frozen=True)
+class GluonMoETuning:
+    """How one program does its work.
+
+    Attributes:
+        slice: neurons of an expert that go through the kernel together, 16 for each warp: their rows of gate and up,
+            their columns of down. All that the bits of a result depend on.
+        group: slices of an expert that are one item: their outputs are added up before they leave the program.
+        columns: tokens of an expert that are one item; more of them are further items.
+        stages: pairs of tiles in shared memory, the one at work included.
+        per_sm: programs that share a multiprocessor.
+    """
+
+    slice: int
+    group: int
+    columns: int
+    stages: int
+    per_sm: int
+
+    @property
+    def warps(self) -> int:
+        """Of a program."""
+        return self.slice // 16
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of two tiles: a line each of every row of gate and up."""
+        return 4 * self.slice * LINE
+
+    @property
+    def registers(self) -> int:
+        """Of a thread at most."""
+        return min(255, 65536 // (32 * self.warps * self.per_sm) // 8 * 8)
+
+
+@dataclass(frozen=True)
+class GluonMoEPlan:
+    """How a launch is split.
+
+    Attributes:
+        tuning: of a program.
+        tokens: that a launch has room for, a power of two.
+        programs: that share the items; each takes every `programs`-th.
+        finishers: programs that turn sums into output: the last to arrive, which wait for each other.
+        sums: see `Sums`.
+    """
+
+    tuning: GluonMoETuning
+    tokens: int
+    programs: int
+    finishers: int
+    sums: Sums
+
+
+def shape_refusal(hidden: int, intermediate: int, shared: int = 0) -> str | None:
+    """Why the kernel does not serve experts of these sizes, or None."""
+    if hidden % 512 or hidden < 1024 or intermediate % 32 or shared % 32:
+        return (
+            f"it takes a hidden size from 1024 on that is a multiple of 512 and experts of a multiple of 32, not "
+            f"{hidden} and {intermediate}" + f" with a shared one of {shared}" * bool(shared)
+        )
+    return None
+
+
+def tile_columns(shape: MoEShape, tokens: int) -> int:
+    """For as many tokens as an expert can be expected to have, and half as many again."""
+    expected = -(-3 * tokens * shape.top_k // (2 * shape.num_experts))
+    return max(8, min(16, power_of_two(expected), power_of_two(tokens)))
+
+
+def tune_gluon_moe(shape: MoEShape, tokens: int, num_sms: int) -> GluonMoETuning:
+    """Two programs on a multiprocessor, which work while the other waits, each with 96 KiB of tiles on the way."""
+    columns = tile_columns(shape, tokens)
+    visits = min(shape.num_experts, tokens * shape.top_k) * shape.intermediate + shape.shared
+    groups = [n for n in (4, 2) if _can_group(shape, 64 * n) and visits // (64 * n) >= _ROUNDS * num_sms]
+    group = groups[0] if groups and tokens > 8 else 1
+    return GluonMoETuning(64, group, columns, 3, 2)
+
+
+def plan_gluon_moe(
+    shape: MoEShape, tokens: int, num_sms: int, sums: Sums = "fixed", tuning: GluonMoETuning | None = None
+) -> GluonMoEPlan:
+    """The plan for up to `tokens` tokens on a GPU of `num_sms` multiprocessors."""
+    tuning = tuning or tune_gluon_moe(shape, tokens, num_sms)
+    sum_bytes = tokens * shape.hidden * (8 if sums == "fixed" else 4)
+    finishers = max(1, min(-(-sum_bytes // _FINISH_BYTES), num_sms // 2))
+    programs = min(most_items(shape, tokens, tuning), tuning.per_sm * num_sms)
+    return GluonMoEPlan(tuning, padded_tokens(tokens), programs, finishers, sums)
+
+
+def most_items(shape: MoEShape, tokens: int, tuning: GluonMoETuning) -> int:
+    """That there can be, whatever the routing."""
+    visits = tokens * shape.top_k
+    visited = min(shape.num_experts, visits)
+    tiles = visited + (visits - visited) // tuning.columns
+    shared = -(-tokens // tuning.columns) * shape.shared
+    return (tiles * shape.intermediate + shared) // (tuning.slice * tuning.group)
+
+
+def padded_tokens(tokens: int) -> int:
+    """Of tensors with a place for each: a power of two, at least one for each warp."""
+    return max(4, power_of_two(tokens))
+
+
+def fits(tuning: GluonMoETuning) -> bool:
+    """Whether so many programs fit on a multiprocessor."""
+    return tuning.per_sm * (tuning.stages * tuning.stage_bytes + _BESIDE_RING) <= _SHARED_MEMORY
+
+
+def _can_group(shape: MoEShape, width: int) -> bool:
+    return shape.intermediate % width == 0 and shape.shared % width == 0
