@@ -61,6 +61,8 @@ def moe_decode(
     scratch: MoEScratch | None = None,
     *,
     logits: Tensor | None = None,
+    residual: Tensor | None = None,
+    factor: float = 1.0,
     out: Tensor | None = None,
     activation: Any = swiglu,
 ) -> Tensor:
@@ -76,7 +78,7 @@ def moe_decode(
     out = torch.empty(len(x), shape.hidden, dtype=x.dtype, device=x.device) if out is None else out
     logits = router_logits(x, weights) if logits is None else logits
     decode_kernel[(plan.programs,)](
-        **decode_arguments(x, logits, weights, plan, scratch, out, activation),
+        **decode_arguments(x, logits, weights, plan, scratch, out, activation, residual, factor),
         num_warps=plan.tuning.warps,
         maxnreg=plan.tuning.registers,
         launch_pdl=True,
@@ -92,6 +94,8 @@ def decode_arguments(
     scratch: MoEScratch,
     out: Tensor,
     activation: Any = swiglu,
+    residual: Tensor | None = None,
+    factor: float = 1.0,
 ) -> dict[str, Any]:
     """All arguments of `decode_kernel`, see `moe_decode`."""
     shared, shape = weights.shared, MoEShape.of(weights)
@@ -110,10 +114,12 @@ def decode_arguments(
         "sums": scratch.sums,
         "broken": scratch.broken,
         "counters": scratch.counters,
+        "residual": residual,
         "out": out,
         "tokens": len(x),
         "x_stride": x.stride(0),
         "logits_stride": logits.stride(0),
+        "factor": float(factor),
         "SHAPE": shape,
         "TUNING": plan.tuning,
         "TOKENS": plan.tokens,
@@ -331,7 +337,8 @@ def _power_of_two(bits):
 
 @gluon.jit
 def _finish(
-    sums, broken, out, tokens, number, finishers, SHAPE: gl.constexpr, TUNING: gl.constexpr, FIXED: gl.constexpr
+    sums, broken, residual, out, tokens, factor, number, finishers, SHAPE: gl.constexpr, TUNING: gl.constexpr,
+    FIXED: gl.constexpr,
 ):  # fmt: skip
     """Turn every `finishers`-th block of sums, from `number` on, into output, and clear it. Every thread clears what
     it has read: the layout is one."""
@@ -345,6 +352,9 @@ def _finish(
         if FIXED:
             lost = gl.load(broken + at // SHAPE.hidden, mask=inside, other=0, cache_modifier=".cg")
             value = gl.where(lost != 0, float("nan"), value.to(gl.float32) * _UNIT)
+        value *= factor
+        if residual is not None:
+            value += gl.load(residual + at, mask=inside, other=0.0).to(gl.float32)
         gl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
         gl.store(sums + at, gl.zeros([BLOCK], sums.dtype.element_ty, layout=LAYOUT), mask=inside)
 
@@ -352,9 +362,9 @@ def _finish(
 @gluon.jit(do_not_specialize=["tokens"])
 def decode_kernel(
     x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up, shared_gate_up_scale,
-    shared_down, shared_down_scale, sums, broken, counters, out, tokens, x_stride, logits_stride, SHAPE: gl.constexpr,
-    TUNING: gl.constexpr, TOKENS: gl.constexpr, FINISHERS: gl.constexpr, FIXED: gl.constexpr, GATED: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    shared_down, shared_down_scale, sums, broken, counters, residual, out, tokens, x_stride, logits_stride, factor,
+    SHAPE: gl.constexpr, TUNING: gl.constexpr, TOKENS: gl.constexpr, FINISHERS: gl.constexpr, FIXED: gl.constexpr,
+    GATED: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs. The shared expert's items come first, then those of visited experts."""
     HIDDEN: gl.constexpr = SHAPE.hidden
@@ -541,7 +551,8 @@ def decode_kernel(
             if FINISHERS > 1:
                 while gl.atomic_add(counters, 0, sem="acquire") < arriving:
                     pass
-            _finish(sums, broken, out, tokens, ticket - (arriving - finishers), finishers, SHAPE, TUNING, FIXED)
+            number = ticket - (arriving - finishers)
+            _finish(sums, broken, residual, out, tokens, factor, number, finishers, SHAPE, TUNING, FIXED)
             _barrier()
             if gl.atomic_add(counters + 1, 1, sem="acq_rel") == finishers - 1:
                 LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from subten.kernels.moe.plan import MoEShape, Sums, power_of_two
 
+SLICE = 64
+"""Neurons that go through the kernel together: four warps with 16 rows of gate and of up each."""
 LINE = 128
 """Bytes of a row of a tile of gate or up: what one swizzle of the copy engine spans."""
 _SHARED_MEMORY = 226 << 10
@@ -13,8 +15,10 @@ _BESIDE_RING = 4 << 10
 """Shared memory of a program beside its tiles, for operands of the second product, reductions and barriers."""
 _FINISH_BYTES = 4096
 """Of sums that one program turns into output in one round trip to the L2."""
-_ROUNDS = 4
-"""Items that a program should have at least before slices are grouped."""
+_GROUPED_ITEMS_PER_SM = 3.5
+"""Fewer, and the last wave of items costs more than the additions that grouping saves."""
+_MANY_LOGITS = 4096
+"""Of 32 tokens and 128 experts; their routing takes 5 us."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,23 @@ def tile_columns(shape: MoEShape, tokens: int) -> int:
 
 
 def tune_gluon_moe(shape: MoEShape, tokens: int, num_sms: int) -> GluonMoETuning:
-    """Two programs on a multiprocessor, which work while the other waits, each with 96 KiB of tiles on the way."""
+    """What was fastest on an H200, see docs/kernels/moe.md.
+
+    Slices are added up before they leave a program where the items that are left still balance: additions into the
+    sums are then half as many. Three programs on a multiprocessor hide each other's steps; two where there is not even
+    one item for each multiprocessor, so that the next tiles of the few are on their way, and where the routing, which
+    every program looks at, is as much as a wave of items.
+    """
     columns = tile_columns(shape, tokens)
-    visits = min(shape.num_experts, tokens * shape.top_k) * shape.intermediate + shape.shared
-    groups = [n for n in (4, 2) if _can_group(shape, 64 * n) and visits // (64 * n) >= _ROUNDS * num_sms]
-    group = groups[0] if groups and tokens > 8 else 1
-    return GluonMoETuning(64, group, columns, 3, 2)
+    visited = expected_experts(shape, tokens) * shape.intermediate + shape.shared
+    grouped = _can_group(shape, 2 * SLICE) and visited / (2 * SLICE) >= _GROUPED_ITEMS_PER_SM * num_sms
+    few = visited / SLICE <= num_sms or tokens * shape.padded_experts >= _MANY_LOGITS
+    return GluonMoETuning(SLICE, 2 if grouped else 1, columns, *((3, 2) if few else (2, 3)))
+
+
+def expected_experts(shape: MoEShape, tokens: int) -> float:
+    """That so many tokens visit if all experts are alike."""
+    return shape.num_experts * (1 - (1 - shape.top_k / shape.num_experts) ** tokens)
 
 
 def plan_gluon_moe(
