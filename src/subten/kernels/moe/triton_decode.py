@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from subten.kernels.moe.gluon_plan import GluonMoEPlan
 from subten.kernels.moe.inputs import SCALE_BLOCK, MoEWeights
 from subten.kernels.moe.plan import MoEPlan, MoEShape, plan_moe
 
@@ -62,7 +63,7 @@ class MoEScratch:
     counters: Tensor
 
     @classmethod
-    def allocate(cls, plan: MoEPlan, hidden: int, device: torch.device) -> MoEScratch:
+    def allocate(cls, plan: MoEPlan | GluonMoEPlan, hidden: int, device: torch.device) -> MoEScratch:
         """For launches of this plan."""
         dtype = torch.int64 if plan.sums == "fixed" else torch.float32
         return cls(
