@@ -80,7 +80,7 @@ class Kernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     linear: Callable[..., Tensor]
-    moe: Callable[[Tensor, MoEWeights], Tensor]
+    moe: Callable[..., Tensor]
     dense_attention: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
     pack_experts: Callable[[MoEWeights], MoEWeights]
     """Puts experts into the form that `moe` takes, in place; the tensors that it was given are not to be used."""
@@ -169,6 +169,13 @@ def _no_gluon(use: Use) -> str | None:
 REGISTRY: tuple[Implementation, ...] = (
     _reference("rms_norm", "subten.kernels.norm.rms_norm_reference"),
     _reference("rope", "subten.kernels.rope.rope_reference"),
+    Implementation(
+        "linear",
+        "triton",
+        frozenset({"cuda"}),
+        partial(_load, "subten.kernels.linear.triton_linear.LINEAR"),
+        _no_triton_linear,
+    ),
     _reference("linear", "subten.kernels.linear.reference.linear_reference"),
     _moe("gluon", "cuda", f"{_GLUON_MOE}.MOE", _no_gluon_moe, f"{_GLUON_MOE}.pack"),
     _moe("triton", "cuda", "subten.kernels.moe.triton_moe.MOE", _no_triton_moe),
