@@ -154,6 +154,16 @@ def _no_triton_moe(use: Use) -> str | None:
     return next((reason for sizes in use.experts if (reason := size_refusal(*sizes))), None)
 
 
+def _no_triton_linear(use: Use) -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.cuda.get_device_capability(use.device) < (8, 0):
+        return "it needs compute capability 8.0 or more"
+    if use.dtype not in (None, torch.bfloat16, torch.float16):
+        return f"it multiplies in 16 bit, and the model in {str(use.dtype).removeprefix('torch.')}"
+    return None
+
+
 def _no_gluon_moe(use: Use) -> str | None:
     if torch.cuda.get_device_capability(use.device) != (9, 0):
         return "it is written for compute capability 9.0"

@@ -34,7 +34,8 @@ from subten.kernels.moe.gluon_plan import LINE, GluonMoEPlan, plan_gluon_moe
 from subten.kernels.moe.gluon_routing import columns_of, locate, route, shares_of, tiles_of_experts
 from subten.kernels.moe.inputs import SCALE_BLOCK, MoEWeights
 from subten.kernels.moe.plan import MoEShape
-from subten.kernels.moe.triton_decode import MoEScratch, multiprocessors, router_logits
+from subten.kernels.moe.reference import router_logits
+from subten.kernels.moe.triton_decode import MoEScratch, multiprocessors
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
 
