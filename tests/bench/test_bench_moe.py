@@ -20,7 +20,7 @@ from support.interpreter import correct_numbers
 from support.moe import expected
 
 CPU = torch.device("cpu")
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "benchmarks" / "README.md").read_text(encoding="utf-8")
 TINY = MoEModel(RouterSpec(8, 2, True), 128, 64, 32)
 EXACT = Variant("16bit", "fixed")
 
