@@ -30,7 +30,7 @@ def rows() -> DecodeRows:
 
 def content(rows: DecodeRows, count: int) -> list[tuple[int, int, int, int]]:
     """Token, position, context and window of each row."""
-    inputs = rows.inputs(count, 8)
+    inputs = rows.inputs(count)
     columns = inputs.token_ids, inputs.positions, inputs.attention.context_len, inputs.attention.window_slot
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -76,7 +76,7 @@ def test_what_the_host_knows_better_is_written(
 
 def test_pages_that_are_added_or_copied_are_written(rows: DecodeRows) -> None:
     def pages(count: int) -> list[int]:
-        return rows.inputs(1, count).attention.block_table[0].tolist()
+        return rows.inputs(1).attention.block_table[0, :count].tolist()
 
     rows.place([work(5, 64, [3, 1])])
     step(rows, 7)

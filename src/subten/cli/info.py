@@ -42,6 +42,7 @@ def _show_installation() -> None:
     from rich.table import Table
 
     from subten.config import models_folder
+    from subten.engine.graphs import why_no_graphs
     from subten.engine.loading import choose_device, choose_dtype
     from subten.engine.memory import free_memory
     from subten.formats import DEFAULT_FORMAT, FORMATS, PageLayout
@@ -50,8 +51,10 @@ def _show_installation() -> None:
     device = choose_device()
     dtype = choose_dtype("auto", device)
     layouts = {name: PageLayout(fmt, _EXAMPLE_HEAD_DIM) for name, fmt in FORMATS.items()}
-    attention = {name: select_attention(Use(device, dtype, (layout,))).name for name, layout in layouts.items()}
-    chosen = {**select_kernels(device).chosen, CACHED_ATTENTION: attention[DEFAULT_FORMAT]}
+    attention = {name: select_attention(Use(device, dtype, (layout,))) for name, layout in layouts.items()}
+    kernels = select_kernels(device)
+    chosen = {**kernels.chosen, CACHED_ATTENTION: attention[DEFAULT_FORMAT].name}
+    obstacle = why_no_graphs(device, kernels, attention[DEFAULT_FORMAT], experts=True)
     about = _facts()
     for package in ("subten", "torch", "triton", "transformers"):
         about.add_row(package, _version(package))
@@ -59,6 +62,7 @@ def _show_installation() -> None:
     about.add_row("device", f"{device.type}, {size(free_memory(device))} free")
     about.add_row("models", str(models_folder()))
     about.add_row("kernels", ", ".join(f"{operation}={name}" for operation, name in chosen.items()))
+    about.add_row("decode steps", "CUDA graphs" if obstacle is None else f"no CUDA graphs: {obstacle}")
     show(about)
 
     formats = Table(
@@ -71,7 +75,7 @@ def _show_installation() -> None:
     formats.add_column("")
     for name, fmt in FORMATS.items():
         bits = layouts[name].coded_bits()
-        formats.add_row(name, f"{bits:.3f}", str(fmt.sinks), str(fmt.recent), attention[name], fmt.summary)
+        formats.add_row(name, f"{bits:.3f}", str(fmt.sinks), str(fmt.recent), attention[name].name, fmt.summary)
     show(formats)
 
 

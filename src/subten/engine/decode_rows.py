@@ -131,15 +131,16 @@ class DecodeRows:
         self._host_slots.fill_(NO_SLOT)
         self._slots.copy_(self._host_slots, non_blocking=True)
 
-    def inputs(self, count: int, pages: int) -> StepInputs:
-        """Of the first rows, as views, with room for so many pages each."""
+    def inputs(self, count: int) -> StepInputs:
+        """Of the first rows, as views. All have room for the longest context, so that how attention is split, and
+        with it how its sums are rounded, does not change while a sequence grows."""
         return StepInputs(
             self.token_ids[:count],
             self.positions[:count],
             AttentionInputs(
                 query_start=self._query_start[: count + 1],
                 context_len=self.context_len[:count],
-                block_table=self._table[:count, :pages],
+                block_table=self._table[:count],
                 window_slot=self._slots[:count],
                 rule=self._rule,
             ),
@@ -147,9 +148,9 @@ class DecodeRows:
 
     def move_on(self, count: int, token_ids: Tensor) -> None:
         """Part of a step: the first rows' next tokens take the place of the last ones, one position on. Rows that
-        nobody is in stay where they are."""
+        nobody is in stay where they are, all with the same token."""
         taken = self._slots[:count] >= 0
-        self.token_ids[:count].copy_(token_ids)
+        torch.mul(token_ids, taken, out=self.token_ids[:count])
         self.positions[:count].add_(taken)
         self.context_len[:count].add_(taken)
 

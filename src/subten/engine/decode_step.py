@@ -1,21 +1,27 @@
 """The decode step: one token for each of some sequences, from device memory to device memory.
 
-Everything from the token to the next one is a function of what lies in `DecodeRows` and in the cache. The host
-launches it and waits for two numbers per sequence.
+Everything from the token to the next one is a function of what lies in `DecodeRows` and in the cache. So a CUDA graph
+can hold it: one for each number of rows (`graphs.padded`) and each way of choosing tokens. The host launches it and
+waits for two numbers per sequence.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from subten.engine.decode_rows import DecodeRows, DecodeWork
 from subten.engine.drawing import choose
+from subten.engine.graphs import Recorded, Recorder, padded, sizes
 from subten.kernels.attention import PagedAttention
 from subten.models.decoder import Decoder
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,10 @@ class Choice:
         """The least that serves all rows."""
         noisy = [work.draw.params for work in works if not work.draw.params.greedy]
         return cls(bool(noisy), any(params.ranked for params in noisy))
+
+
+CHOICES = (Choice(noise=False, ranked=False), Choice(noise=True, ranked=False), Choice(noise=True, ranked=True))
+"""All that `Choice.of` gives."""
 
 
 @dataclass(frozen=True)
@@ -58,25 +68,48 @@ class DecodeStep:
 
     def __init__(self, decoder: Decoder, attention: PagedAttention, rows: DecodeRows) -> None:
         self._decoder, self._attention, self._rows = decoder, attention, rows
+        self._recorded: dict[tuple[int, Choice], Recorded] = {}
+
+    @property
+    def graphs(self) -> int:
+        """Graphs that steps are launched with; none means that they are launched kernel by kernel."""
+        return len(self._recorded)
+
+    @torch.inference_mode()
+    def capture(self, max_batch: int, record: Recorder) -> None:
+        """Record the steps of up to so many sequences, which is as many rows as `padded` says. Nobody is in any row
+        while it does: nothing is read from the cache, nothing written to it."""
+        self._rows.forget()
+        # The largest come first: their memory then serves the others.
+        for size in reversed(sizes(max_batch)):
+            for choice in CHOICES:
+                self._recorded[size, choice] = record(partial(self._take, size, choice))
+        log.info("captured %d decode steps of up to %d sequences", self.graphs, max_batch)
 
     @torch.inference_mode()
     def run(self, works: Sequence[DecodeWork]) -> Decoded:
         """A step of these sequences, and what came of it."""
-        count, pages = len(works), max(1, *(len(work.plan.block_table) for work in works))
+        count, choice = len(works), Choice.of(works)
+        recorded = self._recorded.get((padded(count), choice))
         try:
             self._rows.place(works)
-            logits, results = self._take(count, pages, Choice.of(works))
+            if recorded is None:
+                logits, results = self._take(count, choice)
+            else:
+                recorded.replay()
+                logits, results = recorded.logits, recorded.results
         except RuntimeError:
             self._rows.forget()
             raise
-        tokens, finite = results.tolist()
+        # All of them in one copy: a part would be put together on the device first.
+        tokens, finite = (row[:count] for row in results.tolist())
         self._rows.moved_on(tokens)
-        return Decoded(tokens, [bool(fine) for fine in finite], logits)
+        return Decoded(tokens, [bool(fine) for fine in finite], logits[:count])
 
-    def _take(self, count: int, pages: int, choice: Choice) -> tuple[Tensor, Tensor]:
+    def _take(self, count: int, choice: Choice) -> tuple[Tensor, Tensor]:
         """One step of the first rows; returns logits, and int64 [2, rows]: tokens, and whether logits are finite."""
         rows = self._rows
-        inputs = rows.inputs(count, pages)
+        inputs = rows.inputs(count)
         hidden = self._decoder.forward(inputs, self._attention)
         self._attention.finish(inputs.attention)
         logits = self._decoder.logits(hidden)

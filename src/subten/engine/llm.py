@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from subten.engine.calibrate import calibration_for
 from subten.engine.canary import check_quality
+from subten.engine.graphs import GraphRecorder, why_no_graphs
 from subten.engine.intake import Intake, Prompt
 from subten.engine.loading import LoadedModel, load_model
 from subten.engine.loop import EngineLoop
@@ -22,11 +25,14 @@ from subten.engine.runner import Runner, Work
 from subten.engine.sampling import SamplingParams
 from subten.engine.scheduler import Policy, Scheduler
 from subten.engine.usage import CacheUsage, EngineStats
-from subten.errors import ContextLengthError, ParameterError
+from subten.errors import ContextLengthError, KernelUnavailableError, ParameterError
 from subten.formats import DEFAULT_FORMAT, KVFormat, PageLayout, get_format
 from subten.kernels.attention import PrefillRule
+from subten.kernels.compilations import count_allocations, count_compilations
 from subten.kernels.select import CACHED_ATTENTION, Use, select_attention
 from subten.kvcache import CacheBooks
+
+log = logging.getLogger(__name__)
 
 
 class LLM:
@@ -60,6 +66,8 @@ class LLM:
         dtype: as in `load_model`; ignored, like `device`, for a loaded model.
         device: as in `load_model`.
         kernels: as in `load_model`; for a loaded model, `cached_attention` alone counts.
+        cuda_graphs: launch decode steps as CUDA graphs, captured here. None: where the device and the kernels allow
+            it. True: refuse to go without.
         progress: called with (tensors loaded, tensors in all).
 
     Raises:
@@ -87,6 +95,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         kernels: Mapping[str, str] | None = None,
+        cuda_graphs: bool | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         if chunk_size < 1:
@@ -113,6 +122,11 @@ class LLM:
         attention = select_attention(Use(model.device, model.dtype, (layout,)), requested)
         self.attention = attention.name
         self.layout = replace(layout, ahead=attention.ahead)
+        obstacle = why_no_graphs(model.device, model.kernels, attention, bool(model.spec.expert_sizes))
+        if cuda_graphs and obstacle is not None:
+            raise KernelUnavailableError(f"decode steps can't be CUDA graphs: {obstacle}; leave cuda_graphs at None")
+        captured = obstacle is None and cuda_graphs is not False
+        log.info("decode steps: %s", "CUDA graphs" if captured else f"no CUDA graphs ({obstacle or 'not wanted'})")
         pools = plan_pools(
             self.layout,
             model.geometry,
@@ -146,6 +160,7 @@ class LLM:
             attention.load(),
             max_batch,
             self.max_context,
+            GraphRecorder(model.device) if captured else None,
         )
         policy = Policy(max_batch, chunk_size, prefix_cache, reserve)
         self._scheduler = Scheduler(self._books, self._runner.storage, self.layout, policy)
@@ -154,6 +169,11 @@ class LLM:
         """Makes requests; with `loop`, for those who take the steps themselves, as `AsyncEngine` does."""
         self.loop = EngineLoop(self._runner, self._scheduler, pacer, prefix_cache, self._remember_usage)
         self._usage = CacheUsage(0, 0, 0, 0)
+        if captured:
+            # A garbage collection takes as long as several steps; what is here now will stay.
+            gc.collect()
+            gc.freeze()
+        self._compilations, self._allocations = count_compilations(model.device), count_allocations(model.device)
 
     def generate(
         self,
@@ -247,6 +267,9 @@ class LLM:
             self._books.available_pages,
             self._books.snapshots,
             self.cache_usage(),
+            self._runner.decode_step.graphs,
+            self._compilations(),
+            self._allocations(),
         )
 
     def check_integrity(self) -> None:

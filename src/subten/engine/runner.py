@@ -11,6 +11,7 @@ from torch import Tensor
 from subten.engine.calibrate import Calibration
 from subten.engine.decode_rows import DecodeRows, DecodeWork
 from subten.engine.decode_step import Decoded, DecodeStep
+from subten.engine.graphs import Recorder, padded
 from subten.engine.layer_cache import layer_cache
 from subten.engine.loading import LoadedModel
 from subten.formats import PageLayout
@@ -78,6 +79,7 @@ class Runner:
         attention: makes the attention over the cache.
         max_batch: sequences of one decode step.
         max_context: tokens of one sequence.
+        record: captures decode steps; None leaves them as they are.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Runner:
         attention: Callable[[Sequence[LayerCache]], PagedAttention],
         max_batch: int,
         max_context: int,
+        record: Recorder | None = None,
     ) -> None:
         self._model = model
         self._rule = rule
@@ -102,8 +105,10 @@ class Runner:
             ]
         )
         max_pages = max(1, layout.pages_for(max_context))
-        rows = DecodeRows(max_batch, max_pages, rule, model.device)
+        rows = DecodeRows(padded(max_batch), max_pages, rule, model.device)
         self.decode_step = DecodeStep(model.decoder, self._attention, rows)
+        if record is not None:
+            self.decode_step.capture(max_batch, record)
 
     def decode(self, batch: Sequence[DecodeWork]) -> Decoded:
         """One token of each of some sequences, and the choice of the next."""

@@ -39,6 +39,9 @@ class EngineStats:
         available_pages: those that are free, or held by snapshots alone.
         snapshots: states at the end of prompts and answers that are kept for prompts which continue them.
         cache: what the running sequences hold, or the last ones that ran.
+        graphs: CUDA graphs that decode steps are launched with; 0 where they are launched kernel by kernel.
+        compilations: kernels that the process has compiled since the engine was ready.
+        device_allocations: times that the process has asked the GPU for memory since the engine was ready.
     """
 
     running: int
@@ -48,3 +51,6 @@ class EngineStats:
     available_pages: int
     snapshots: int
     cache: CacheUsage
+    graphs: int
+    compilations: int
+    device_allocations: int

@@ -1,11 +1,31 @@
-"""How many kernels Triton has compiled: none may be, once an engine is warm."""
+"""How many kernels Triton has compiled and how often memory was asked for: never, once an engine is warm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
+
+
+class _Compilations:
+    """Counts from when it is made on, for as long as the process lives."""
+
+    def __init__(self) -> None:
+        from triton import knobs
+
+        self.count = 0
+        before = knobs.runtime.jit_post_compile_hook
+
+        def hook(*args: Any, **kwargs: Any) -> bool | None:
+            self.count += 1
+            return None if before is None else before(*args, **kwargs)
+
+        knobs.runtime.jit_post_compile_hook = hook
+
+
+_compilations = cache(_Compilations)
 
 
 def count_compilations(device: torch.device) -> Callable[[], int]:
@@ -19,15 +39,24 @@ def count_compilations(device: torch.device) -> Callable[[], int]:
     """
     if device.type != "cuda":
         return lambda: 0
-    from triton import knobs
+    compilations = _compilations()
+    before = compilations.count
+    return lambda: compilations.count - before
 
-    compiled = 0
-    before = knobs.runtime.jit_post_compile_hook
 
-    def count(*args: Any, **kwargs: Any) -> bool | None:
-        nonlocal compiled
-        compiled += 1
-        return None if before is None else before(*args, **kwargs)
+def count_allocations(device: torch.device) -> Callable[[], int]:
+    """Begin to count.
 
-    knobs.runtime.jit_post_compile_hook = count
-    return lambda: compiled
+    Args:
+        device: whose memory. Of a CPU's nobody keeps count.
+
+    Returns:
+        What tells how often torch has asked the device for memory since; what it has already been given and hands
+        out again does not count.
+    """
+
+    def asked() -> int:
+        return int(torch.cuda.memory_stats(device)["num_device_alloc"]) if device.type == "cuda" else 0
+
+    before = asked()
+    return lambda: asked() - before

@@ -64,6 +64,9 @@ class Implementation:
     """Why it can't be used so (on a device of a type in `devices`), or None when it can."""
     ahead: int = 0
     """`PageLayout.ahead` of the caches it writes to."""
+    capturable: bool = True
+    """Whether a CUDA graph can hold it in a decode step: its launches depend on shapes alone, and the host reads
+    nothing back."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,11 @@ class Kernels:
     dense_attention: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
     chosen: Mapping[str, str]
     """Operation -> name of its implementation."""
+    uncapturable: frozenset[str]
+    """Operations whose implementation a CUDA graph can't hold, see `Implementation.capturable`."""
 
 
-_OF_MODEL = tuple(field.name for field in fields(Kernels) if field.name != "chosen")
+_OF_MODEL = tuple(field.name for field in fields(Kernels) if field.name not in ("chosen", "uncapturable"))
 OPERATIONS: tuple[str, ...] = (*_OF_MODEL, CACHED_ATTENTION)
 
 
@@ -89,13 +94,14 @@ def _load(path: str) -> Callable[..., Any]:
     return loaded
 
 
-def _reference(operation: str, path: str) -> Implementation:
+def _reference(operation: str, path: str, *, capturable: bool = True) -> Implementation:
     return Implementation(
         operation=operation,
         name="torch",
         devices=frozenset({"cpu", "cuda"}),
         load=partial(_load, path),
         unavailable=lambda _use: None,
+        capturable=capturable,
     )
 
 
@@ -147,13 +153,13 @@ REGISTRY: tuple[Implementation, ...] = (
     _reference("linear", "subten.kernels.linear.linear_reference"),
     _moe("triton", "cuda", "subten.kernels.moe.triton_moe.MOE", _no_triton_moe),
     _moe("unfused", "cuda", "subten.kernels.moe.unfused.moe_unfused"),
-    _reference("moe", "subten.kernels.moe.reference.moe_reference"),
+    _reference("moe", "subten.kernels.moe.reference.moe_reference", capturable=False),
     # Behind the reference, which visits only the experts that were chosen.
     _moe("unfused", "cpu", "subten.kernels.moe.unfused.moe_unfused"),
-    _reference("dense_attention", "subten.kernels.attention.dense.dense_attention_reference"),
+    _reference("dense_attention", "subten.kernels.attention.dense.dense_attention_reference", capturable=False),
     _attention("gluon", "cuda", lambda: partial(_load(_TRITON_PAGED), decode=_load(_GLUON_DECODE)), _no_gluon),
     _attention("triton", "cuda", partial(_load, _TRITON_PAGED), _no_triton),
-    _reference(CACHED_ATTENTION, "subten.kernels.attention.paged.TorchPagedAttention"),
+    _reference(CACHED_ATTENTION, "subten.kernels.attention.paged.TorchPagedAttention", capturable=False),
     # Behind the reference, as it is a thousand times slower: it runs on a CPU where it is asked for.
     _attention("triton", "cpu", partial(_load, _TRITON_PAGED), _no_triton),
 )
@@ -188,7 +194,8 @@ def select_kernels(
     chosen = {operation: _logged(operation, use, requested.get(operation)) for operation in _OF_MODEL}
     functions: dict[str, Any] = {operation: choice.load() for operation, choice in chosen.items()}
     names = MappingProxyType({operation: choice.name for operation, choice in chosen.items()})
-    return Kernels(**functions, chosen=names)
+    uncapturable = frozenset(operation for operation, choice in chosen.items() if not choice.capturable)
+    return Kernels(**functions, chosen=names, uncapturable=uncapturable)
 
 
 def select_attention(use: Use, requested: str | None = None) -> Implementation:

@@ -35,6 +35,8 @@ def append_reference(k: Tensor, v: Tensor, cache: LayerCache, inputs: AttentionI
 
 
 def _append_sequence(k: Tensor, v: Tensor, cache: LayerCache, step: SequenceStep) -> WideTokens:
+    if step.absent:
+        return WideTokens(k[:0], v[:0], torch.zeros(0, dtype=torch.int64, device=k.device))
     moves = _window_moves(step.context_len, step.length, cache.layout.format, k.device)
     window_k, window_v = cache.windows[step.window_slot]
     wide = WideTokens(

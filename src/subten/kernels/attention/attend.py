@@ -42,9 +42,11 @@ def attend_reference(
     Returns:
         [tokens, num_heads, head_dim] in q's dtype.
     """
-    out = torch.empty_like(q)
+    out = torch.zeros_like(q)
     for step, tokens in zip(inputs.sequences, wide, strict=True):
-        out[step.start : step.end] = _attend_sequence(q[step.start : step.end], tokens, cache, inputs, step, scale)
+        if not step.absent:
+            part = slice(step.start, step.end)
+            out[part] = _attend_sequence(q[part], tokens, cache, inputs, step, scale)
     return out
 
 

@@ -68,7 +68,8 @@ class AttentionInputs:
         query_start: int32 [batch + 1], offsets of the sequences on the token axis.
         context_len: int32 [batch], tokens that were in the cache before this step.
         block_table: int32 [batch, max_pages], pages in token order, already holding room for this step.
-        window_slot: int32 [batch], slot of each sequence in `LayerCache.windows`.
+        window_slot: int32 [batch], slot of each sequence in `LayerCache.windows`. With a negative one it is nobody's,
+            and fills up a batch of single tokens: nothing is read or written for it, and its output is zero.
         rule: what a prefill sees of its own chunk. `window`: by position alone, as in decoding. `chunk`: the
             chunk's own tokens in 16 bit.
     """
@@ -135,6 +136,11 @@ class SequenceStep(NamedTuple):
     def length(self) -> int:
         """Tokens in the cache once this step's tokens are appended."""
         return self.context_len + self.end - self.start
+
+    @property
+    def absent(self) -> bool:
+        """Whether it is nobody's."""
+        return self.window_slot < 0
 
 
 def coded_until(position: int, context_len: int, length: int, fmt: KVFormat, rule: PrefillRule) -> int:

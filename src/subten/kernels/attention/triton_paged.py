@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from subten.kernels.attention.decode_kernel import DecodeKernel
@@ -28,7 +29,7 @@ AttendPrefill = Callable[[Tensor, WideBatch, PagedLayers, AttentionInputs, float
 """``attend_prefill(q, wide, layer, inputs, scale)``: of chunks, [tokens, num_heads, head_dim] in q's dtype."""
 
 _KEPT_PLANS = 32
-"""Shapes of decode steps whose plan and scratch memory are kept."""
+"""Shapes of decode steps whose plan and scratch memory are kept, beside those that a CUDA graph has captured."""
 
 
 class TritonPagedAttention:
@@ -64,6 +65,7 @@ class TritonPagedAttention:
         self._layers = [views[index] for index in range(len(caches))]
         self._decoded: AttentionInputs | None = None  # of the step that `attend` is in
         self._prepared: dict[tuple[object, ...], tuple[Any, Any]] = {}
+        self._captured: dict[tuple[object, ...], tuple[Any, Any]] = {}
 
     def attend(
         self,
@@ -120,13 +122,18 @@ class TritonPagedAttention:
 
     def _plan(self, query: DecodeQuery, layer: PagedLayers, inputs: AttentionInputs) -> tuple[Any, Any]:
         """Plan and scratch of a decode step: one for sequences of up to twice the pages, so that few are needed, and
-        the same for the steps in which a sequence grows."""
+        the same for the steps in which a sequence grows. What a graph has captured lives as long as the attention."""
         max_pages = 1 << (inputs.block_table.shape[1] - 1).bit_length()
         key = layer.layout, query.q.shape, max_pages, layer.tables.mean is None
+        if key in self._captured:
+            return self._captured[key]
         if key not in self._prepared:
             if len(self._prepared) == _KEPT_PLANS:
                 del self._prepared[next(iter(self._prepared))]
             self._prepared[key] = self._decode.prepare(query, layer, max_pages)
+        if query.q.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured[key] = self._prepared.pop(key)
+            return self._captured[key]
         return self._prepared[key]
 
     def _attend_chunks(
