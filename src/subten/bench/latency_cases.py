@@ -104,7 +104,7 @@ def step_bytes(model: LoadedModel, layout: PageLayout, lengths: Sequence[int], v
     """
     weights, spec = model.decoder.weights, model.spec
     counts = iter(visited)
-    total = weights.output.nbytes + weights.final_norm.nbytes + len(lengths) * weights.embedding[0].nbytes
+    total = _bytes_of(_tensors((weights.output, weights.final_norm))) + len(lengths) * weights.embedding[0].nbytes
     for layer in weights.layers:
         total += _bytes_of(_tensors(layer))
         if isinstance(layer.feed_forward, MoEWeights):

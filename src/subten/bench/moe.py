@@ -33,7 +33,7 @@ from subten.bench.moe_cases import (
 from subten.bench.moe_report import MoERow
 from subten.bench.timing import REPLAYS, Call, Timing, time_calls
 from subten.bench.unfused_fp8 import moe_unfused_fp8
-from subten.errors import NumericalError, StorageError, SubtenError
+from subten.errors import StorageError, SubtenError
 from subten.kernels.moe import Experts, MoEWeights
 from subten.kernels.moe.packing import wide_down, wide_gate_up
 from subten.kernels.moe.plan import Activations, MoEPlan, MoEShape, MoETuning, Sums, plan_moe
