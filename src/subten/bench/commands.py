@@ -70,3 +70,14 @@ def latency(
     )
     if not run_latency(options, json, commit):
         raise typer.Exit(MISSING_FIGURES)
+
+
+def report(
+    results: Annotated[Path, typer.Option(help="Folder with result files.")] = Path("benchmarks/results"),
+    docs: Annotated[Path, typer.Option(help="Folder with the README.md to write them into.")] = Path("docs/benchmarks"),
+) -> None:
+    """Tables and pictures of the documentation, from the result files of a checkout."""
+    from subten.bench.publishing import publish
+
+    for path in publish(results, docs):
+        print(path)
