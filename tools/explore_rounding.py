@@ -179,7 +179,7 @@ class Explorer:
         self._moments = []
 
         def observe(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-            weights = self.decoder.weights.layers[layer].attention.o.weight
+            weights = self.decoder.weights.layers[layer].attention.o.wide(torch.float32)
             output = output_moment(weights, self.model.geometry)
             both = [moments_of(q, k, output, self.decoder.rope, remove_mean=mean) for mean in (False, True)]
             seen = v[len(v) // 16 :].transpose(0, 1)

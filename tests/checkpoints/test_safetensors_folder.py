@@ -151,8 +151,35 @@ def test_fp8_with_one_scale_for_all(tmp_path: Path) -> None:
 def test_fp8_nan_is_found(tmp_path: Path) -> None:
     codes = torch.tensor([[float("nan"), 1.0]]).to(fp8.E4M3)
     checkpoint = open_checkpoint(make_folder(tmp_path, {"a.weight": codes, "a.weight_scale": torch.ones(1, 1)}))
-    with pytest.raises(CheckpointError, match=r"tensor a.weight holds NaN"):
-        checkpoint.load("a.weight")
+    for load in (checkpoint.load, checkpoint.load_fp8):
+        with pytest.raises(CheckpointError, match=r"tensor a.weight holds NaN"):
+            load("a.weight")
+
+
+@pytest.mark.parametrize("leading", [(), (3,)])
+@pytest.mark.parametrize("layout", ["blocks", "channels", "channels-flat", "one"])
+def test_fp8_as_it_is_stored(layout: str, leading: tuple[int, ...], tmp_path: Path) -> None:
+    weight = torch.randn(*leading, 200, 130)
+    codes, scale = fp8.quantise_blocks(weight) if layout == "blocks" else fp8.quantise_channels(weight)
+    stored = {"blocks": scale, "channels": scale, "channels-flat": scale[..., 0], "one": torch.tensor(0.5)}[layout]
+    suffix = "weight_scale_inv" if layout == "blocks" else "weight_scale"
+    checkpoint = open_checkpoint(make_folder(tmp_path, {"a.weight": codes, f"a.{suffix}": stored}))
+    assert checkpoint.fp8_scales("a.weight") == ("block" if layout == "blocks" else "channel")
+    found, factors = checkpoint.load_fp8("a.weight")
+    assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8))
+    expected = {"blocks": scale, "one": torch.full(weight.shape[:-1], 0.5)}.get(layout, scale[..., 0])
+    assert torch.equal(factors, expected)
+
+
+def test_what_is_not_fp8_or_has_other_blocks_is_not_kept(tmp_path: Path) -> None:
+    codes, scale = fp8.quantise_blocks(torch.randn(48, 33), (16, 32))
+    tensors = {"a.weight": codes, "a.weight_scale_inv": scale, "b.weight": torch.ones(3, 3)}
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 32]}}
+    checkpoint = open_checkpoint(make_folder(tmp_path, tensors, config))
+    for name in ("a.weight", "b.weight"):
+        assert checkpoint.fp8_scales(name) is None
+        with pytest.raises(CheckpointError, match=f"holds no tensor {name} in FP8"):
+            checkpoint.load_fp8(name)
 
 
 @pytest.mark.parametrize(

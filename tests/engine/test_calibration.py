@@ -64,14 +64,15 @@ def test_a_calibration_is_repeatable_and_comes_back_from_its_file(
 
 def test_the_strongest_pair_is_kept_whole_or_without_its_mean(model: LoadedModel) -> None:
     """A projection row made thirty times stronger: the pair that it feeds is kept, whatever is done with the mean."""
-    key = model.decoder.weights.layers[1].attention.k
-    original = key.weight.clone()
+    weight = model.decoder.weights.layers[1].attention.qkv.weight
+    key = weight[model.spec.attention.num_heads * 64 :]
+    original = key.clone()
     try:
-        key.weight[64 + 9] *= 30
+        key[64 + 9] *= 30
         found = calibrate(model)
         kept = [found.coding(1, FORMATS[name], model).kept_channels for name in ("kv2", "kv2-plain")]
     finally:
-        key.weight.copy_(original)
+        key.copy_(original)
     assert [channels[1].tolist() for channels in kept] == [[9, 41], [9, 41]]
 
 

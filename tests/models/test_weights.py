@@ -82,7 +82,7 @@ def test_weights_have_the_dtype_asked_for(dtype, in_memory):
     checkpoint = in_memory("qwen2_moe")
     weights = load_weights(checkpoint, spec_from_config(checkpoint.config), dtype=dtype, device=CPU)
     block = weights.layers[1].feed_forward
-    for tensor in (weights.embedding, weights.layers[0].attention.q.bias, block.gate_up, block.shared.gate):
+    for tensor in (weights.embedding, weights.layers[0].attention.qkv.bias, block.gate_up, block.shared.gate):
         assert tensor.dtype == dtype
     expert = checkpoint.tensors["model.layers.1.mlp.experts.4.up_proj.weight"]
     assert torch.equal(block.gate_up[4, 20:], expert.to(dtype))
@@ -100,7 +100,7 @@ def test_a_stored_copy_of_the_tied_embedding_is_shared(in_memory):
     expected = logits(checkpoint)
     checkpoint.tensors["lm_head.weight"] = checkpoint.tensors["model.embed_tokens.weight"].clone()
     weights = load(checkpoint)
-    assert weights.output is weights.embedding
+    assert weights.output.weight is weights.embedding
     assert torch.equal(logits(checkpoint), expected)
 
 

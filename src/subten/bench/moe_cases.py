@@ -177,7 +177,7 @@ def demo_problem(tokens: int, l2_bytes: int, device: torch.device) -> MoEProblem
     from subten.kernels.moe.reference import moe_reference
     from subten.models.decoder import Decoder
 
-    model = load_model(DEMO, dtype="bfloat16", device=str(device), kernels={"moe": "torch"})
+    model = load_model(DEMO, dtype="bfloat16", device=str(device), kernels={"moe": "torch"}, weights="16bit")
     ids = model.tokenizer.encode(shipped_text())[: model.spec.max_positions]
     seen: list[tuple[Tensor, MoEWeights]] = []
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from subten.checkpoints.fp8 import FP8Scales
 from subten.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -46,6 +47,17 @@ class Checkpoint(Protocol):
 
         Raises CheckpointError where there is no such tensor, where its bytes can't be read, and where it holds
         NaN or infinite values.
+        """
+
+    def fp8_scales(self, name: str) -> FP8Scales | None:
+        """How the scales of a tensor go that is stored in e4m3 with one scale per output channel, or per block of
+        128 x 128; None where it is stored in another way. Raises CheckpointError where there is no such tensor."""
+
+    def load_fp8(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A tensor with `fp8_scales` as it is stored, in main memory: e4m3 [..., out, in], and float32 scales,
+        [..., out] or [..., blocks of out, blocks of in].
+
+        Raises CheckpointError where its bytes can't be read, and where it holds NaN or infinite values.
         """
 
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -10,8 +10,13 @@ Leading dimensions (stacked experts) are batch dimensions: weight [..., out, in]
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+FP8Scales = Literal["channel", "block"]
+"""One scale per output channel, or per block of 128 x 128."""
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0

@@ -47,6 +47,14 @@ class GGUFFile:
         """See `Checkpoint.load`."""
         return load_logical(self._tensor(name), name, dtype)
 
+    def fp8_scales(self, name: str) -> None:
+        """See `Checkpoint.fp8_scales`: GGUF has no such tensors."""
+        self._tensor(name)
+
+    def load_fp8(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Checkpoint.load_fp8`."""
+        raise CheckpointError(f"{self.path} holds no tensor {name} in FP8")
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See `Checkpoint.tokenizer`."""
         from subten.checkpoints.gguf_tokenizer import tokenizer_from_gguf  # imports transformers: two seconds

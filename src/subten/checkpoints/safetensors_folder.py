@@ -80,6 +80,29 @@ class SafetensorsFolder:
             values = self._dequantise(values, tensor.scale)
         return require_finite(values, name, self.path, dtype)
 
+    def fp8_scales(self, name: str) -> fp8.FP8Scales | None:
+        """See `Checkpoint.fp8_scales`."""
+        tensor = self._tensor(name)
+        if tensor.scale is None or len(tensor.stored.shape) < 2:
+            return None
+        if not tensor.scale.name.endswith(BLOCK_SUFFIX):
+            return "channel"
+        return "block" if self.block == fp8.DEFAULT_BLOCK else None
+
+    def load_fp8(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Checkpoint.load_fp8`."""
+        kind, tensor = self.fp8_scales(name), self._tensor(name)
+        if kind is None or tensor.scale is None:
+            raise CheckpointError(f"{self.path} holds no tensor {name} in FP8")
+        codes = _read(tensor.stored)
+        scale = require_finite(_read(tensor.scale), tensor.scale.name, self.path, torch.float32)
+        if bool(codes.isnan().any()):
+            raise CheckpointError(f"{self.path}: tensor {name} holds NaN or infinite values; the file is damaged")
+        if kind == "channel":
+            *leading, _ = tensor.stored.shape
+            scale = scale.expand(leading).contiguous() if scale.numel() == 1 else scale.reshape(leading)
+        return codes, scale
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See `Checkpoint.tokenizer`."""
         # Two seconds of imports that reading weights does not need.

@@ -25,6 +25,7 @@ def eval_generate(
     json: Json = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    weights: options.Weights = "auto",
     kernel: options.Kernel = None,
 ) -> None:
     """Compare long greedy texts with those of the 16-bit cache.
@@ -44,7 +45,9 @@ def eval_generate(
     content = text_to_measure_on(text)
 
     with progress("loading") as loaded:
-        loaded_model = load_model(model, dtype=dtype, device=device, kernels=options.kernels(kernel), progress=loaded)
+        loaded_model = load_model(
+            model, dtype=dtype, device=device, kernels=options.kernels(kernel), weights=weights, progress=loaded
+        )
     tokenizer = loaded_model.tokenizer
     token_ids = tokenizer.encode(content, add_special_tokens=False)
     cut = cut_prompts(token_ids, prompts, prompt_tokens, tokenizer.bos_prefix)

@@ -33,6 +33,7 @@ def eval_kv(
     plot: Plot = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    weights: options.Weights = "auto",
     kernel: options.Kernel = None,
 ) -> None:
     """Compare KV formats with the 16-bit cache.
@@ -53,7 +54,9 @@ def eval_kv(
     content = read_text(text)
 
     with progress("loading") as loaded:
-        loaded_model = load_model(model, dtype=dtype, device=device, kernels=options.kernels(kernel), progress=loaded)
+        loaded_model = load_model(
+            model, dtype=dtype, device=device, kernels=options.kernels(kernel), weights=weights, progress=loaded
+        )
     tokenizer = loaded_model.tokenizer
     windows = cut_windows(tokenizer.encode(content, add_special_tokens=False), context, tokens, tokenizer.bos_prefix)
 

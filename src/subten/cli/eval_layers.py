@@ -23,6 +23,7 @@ def eval_layers(
     plot: Plot = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    weights: options.Weights = "auto",
     kernel: options.Kernel = None,
 ) -> None:
     """Find the layers that a format's loss comes from.
@@ -45,7 +46,9 @@ def eval_layers(
     content = text_to_measure_on(text)
 
     with progress("loading") as loaded:
-        loaded_model = load_model(model, dtype=dtype, device=device, kernels=options.kernels(kernel), progress=loaded)
+        loaded_model = load_model(
+            model, dtype=dtype, device=device, kernels=options.kernels(kernel), weights=weights, progress=loaded
+        )
     tokenizer = loaded_model.tokenizer
     token_ids = tokenizer.encode(content, add_special_tokens=False)
     if text is None:

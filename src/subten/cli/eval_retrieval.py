@@ -25,6 +25,7 @@ def eval_retrieval(
     json: Json = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    weights: options.Weights = "auto",
     kernel: options.Kernel = None,
 ) -> None:
     """Ask for values in a list of keys and values.
@@ -45,7 +46,9 @@ def eval_retrieval(
     rows_file, _ = result_files(json)
 
     with progress("loading") as loaded:
-        loaded_model = load_model(model, dtype=dtype, device=device, kernels=options.kernels(kernel), progress=loaded)
+        loaded_model = load_model(
+            model, dtype=dtype, device=device, kernels=options.kernels(kernel), weights=weights, progress=loaded
+        )
     context = loaded_model.spec.max_positions
     lists = write_lists(loaded_model.tokenizer, lengths, trials, seed, context)
 

@@ -23,6 +23,9 @@ MaxKLD = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="Compute type: auto, float32, bfloat16, float16 or float64.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Weights = Annotated[
+    str, typer.Option(help="Weights kept in FP8: auto, 16bit (none), stored (experts, if stored so) or fp8 (all).")
+]
 Kernel = Annotated[
     list[str] | None,
     typer.Option(help="Insist on a kernel, as OPERATION=NAME; `subten info` lists them. Repeatable."),

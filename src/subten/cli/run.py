@@ -41,6 +41,7 @@ def run(
     max_kld: options.MaxKLD = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    weights: options.Weights = "auto",
     kernel: options.Kernel = None,
 ) -> None:
     """Continue a prompt, answer a message, or chat.
@@ -76,6 +77,7 @@ def run(
             dtype=dtype,
             device=device,
             kernels=options.kernels(kernel),
+            weights=weights,
             progress=loaded,
         )
     history = [] if system is None else [{"role": "system", "content": system}]

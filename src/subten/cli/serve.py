@@ -51,6 +51,7 @@ def serve(
     max_kld: options.MaxKLD = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    weights: options.Weights = "auto",
     kernel: options.Kernel = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI does.
@@ -93,6 +94,7 @@ def serve(
             dtype=dtype,
             device=device,
             kernels=options.kernels(kernel),
+            weights=weights,
             progress=loaded,
         )
     run(llm, settings)

@@ -71,7 +71,7 @@ class Calibration:
 
     def coding(self, layer: int, fmt: KVFormat, model: LoadedModel) -> LayerCoding:
         """How a format codes one layer of the model, on the model's device."""
-        output = output_moment(model.decoder.weights.layers[layer].attention.o.weight, model.geometry)
+        output = output_moment(model.decoder.weights.layers[layer].attention.o.wide(torch.float32), model.geometry)
         measured = (self.query_moment, self.key_moment, self.pair_energy, self.shape_keys, self.whiten_keys)
         query, key, energy, shape, whiten = (x[layer].to(model.device) for x in measured)
         return calibrated_coding(fmt, LayerMoments(query, key, energy, output, shape, whiten))
@@ -106,7 +106,7 @@ def calibrate(model: LoadedModel, text: str | None = None, max_tokens: int = DEF
     layers: list[MeasuredLayer] = []
 
     def observe(layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        output = output_moment(model.decoder.weights.layers[layer].attention.o.weight, model.geometry)
+        output = output_moment(model.decoder.weights.layers[layer].attention.o.wide(torch.float32), model.geometry)
         layers.append(measure_layer(q, k, v, output, model.decoder.rope, model.spec.attention.scale))
 
     with torch.inference_mode():

@@ -66,6 +66,7 @@ class LLM:
         dtype: as in `load_model`; ignored, like `device`, for a loaded model.
         device: as in `load_model`.
         kernels: as in `load_model`; for a loaded model, `cached_attention` alone counts.
+        weights: as in `load_model`; ignored for a loaded model.
         cuda_graphs: launch decode steps as CUDA graphs, captured here. None: where the device and the kernels allow
             it. True: refuse to go without.
         progress: called with (tensors loaded, tensors in all).
@@ -95,6 +96,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         kernels: Mapping[str, str] | None = None,
+        weights: str = "auto",
         cuda_graphs: bool | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -114,7 +116,7 @@ class LLM:
         self.kv = fmt.with_windows(sinks, recent)
         self.max_batch, self.sessions, self.session_ttl = max_batch, sessions, session_ttl
         if not isinstance(model, LoadedModel):
-            model = load_model(model, dtype=dtype, device=device, kernels=kernels, progress=progress)
+            model = load_model(model, dtype=dtype, device=device, kernels=kernels, weights=weights, progress=progress)
         self.model = model
         self.tokenizer = model.tokenizer
         requested = (kernels or {}).get(CACHED_ATTENTION, model.attention)

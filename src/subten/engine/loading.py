@@ -16,7 +16,7 @@ from subten.kernels.select import CACHED_ATTENTION, Kernels, select_kernels
 from subten.models.decoder import Decoder
 from subten.models.families import spec_from_config
 from subten.models.spec import DecoderSpec
-from subten.models.weights import load_weights
+from subten.models.weights import KeptWeights, load_weights
 
 _DTYPES = {
     "float64": torch.float64,
@@ -24,6 +24,9 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+_WEIGHTS: dict[str, KeptWeights] = {"16bit": "16bit", "stored": "stored", "fp8": "fp8"}
+_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +42,8 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
+    weights: KeptWeights = "16bit"
+    """What of its weights is in e4m3."""
     attention: str | None = None
     """The implementation of `cached_attention` that its caches insist on, if any."""
 
@@ -54,6 +59,7 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     kernels: Mapping[str, str] | None = None,
+    weights: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Load weights and tokenizer, and choose the kernels.
@@ -63,6 +69,10 @@ def load_model(
         dtype: compute type; "auto" is float32 on a CPU and bfloat16 on a GPU.
         device: "auto" takes a GPU where there is one.
         kernels: operation -> implementation, to insist on one; `cached_attention` is chosen with a cache.
+        weights: what is kept in FP8 (e4m3). "stored": experts, where the checkpoint stores them so, as they are
+            stored. "fp8": experts and the matrices of linear layers; what is not stored so is quantised, with a scale
+            per output channel. "16bit": nothing, all is in the compute type. "auto" is "stored" on a GPU that
+            multiplies FP8, else "16bit".
         progress: called with (tensors loaded, tensors in all).
 
     Raises:
@@ -73,18 +83,20 @@ def load_model(
     path = resolve_model(str(model))
     checkpoint = open_checkpoint(path)
     spec = spec_from_config(checkpoint.config)
+    kept = choose_weights(weights, target)
     chosen = select_kernels(target, kernels, dtype=compute, experts=spec.expert_sizes)
-    weights = load_weights(checkpoint, spec, dtype=compute, device=target, progress=progress)
+    loaded = load_weights(checkpoint, spec, dtype=compute, device=target, kept=kept, progress=progress)
     return LoadedModel(
         name=path.stem if path.is_file() else Path(str(model)).name or path.resolve().name,
         path=path,
         spec=spec,
-        decoder=Decoder(spec, weights, chosen),
+        decoder=Decoder(spec, loaded, chosen),
         tokenizer=Tokenizer.from_checkpoint(checkpoint),
         fingerprint=checkpoint.fingerprint,
         dtype=compute,
         device=target,
         kernels=chosen,
+        weights=kept,
         attention=(kernels or {}).get(CACHED_ATTENTION),
     )
 
@@ -119,3 +131,19 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in _DTYPES:
         raise ParameterError(f"there is no dtype '{name}'; use auto or one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def choose_weights(name: str, device: torch.device) -> KeptWeights:
+    """What is kept in FP8, by name; "auto" is what is stored so, on a GPU that multiplies it.
+
+    Raises:
+        ParameterError: no such choice, or one that the device does not allow.
+    """
+    multiplies = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
+    if name == "auto":
+        return "stored" if multiplies else "16bit"
+    if name not in _WEIGHTS:
+        raise ParameterError(f"weights is '{name}'; it must be auto or one of {', '.join(_WEIGHTS)}")
+    if name != "16bit" and device.type == "cuda" and not multiplies:
+        raise ParameterError(f"weights '{name}' need a GPU of compute capability 8.9 or more; use auto or 16bit")
+    return _WEIGHTS[name]

@@ -75,7 +75,7 @@ class Kernels:
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    linear: Callable[..., Tensor]
     moe: Callable[[Tensor, MoEWeights], Tensor]
     dense_attention: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
     chosen: Mapping[str, str]
@@ -150,7 +150,7 @@ def _no_gluon(use: Use) -> str | None:
 REGISTRY: tuple[Implementation, ...] = (
     _reference("rms_norm", "subten.kernels.norm.rms_norm_reference"),
     _reference("rope", "subten.kernels.rope.rope_reference"),
-    _reference("linear", "subten.kernels.linear.linear_reference"),
+    _reference("linear", "subten.kernels.linear.reference.linear_reference"),
     _moe("triton", "cuda", "subten.kernels.moe.triton_moe.MOE", _no_triton_moe),
     _moe("unfused", "cuda", "subten.kernels.moe.unfused.moe_unfused"),
     _reference("moe", "subten.kernels.moe.reference.moe_reference", capturable=False),

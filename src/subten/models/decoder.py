@@ -12,11 +12,12 @@ from torch import Tensor
 
 from subten.kernels.attention.inputs import AttentionInputs, QKNorm
 from subten.kernels.attention.paged import PagedAttention
+from subten.kernels.linear.inputs import LinearWeights, NormWeights
 from subten.kernels.moe.inputs import MoEWeights
 from subten.kernels.rope import rope_table
 from subten.kernels.select import Kernels
 from subten.models.spec import DecoderSpec
-from subten.models.weight_tree import AttentionWeights, DenseWeights, LinearWeights, ModelWeights
+from subten.models.weight_tree import LayerWeights, ModelWeights
 
 Observer = Callable[[int, Tensor, Tensor, Tensor], None]
 """``observe(layer, q, k, v)`` sees what attention without a cache is given; calibration uses it."""
@@ -47,7 +48,7 @@ class Decoder:
     def forward(
         self, inputs: StepInputs, attention: PagedAttention | None, observe: Observer | None = None
     ) -> Tensor:
-        """Run one step; returns the hidden states after the final norm, [tokens, hidden], in the weights' dtype.
+        """Run one step; returns the hidden states after the final norm, [tokens, hidden], in the embedding's dtype.
 
         With attention over a cache, the step's keys and values are appended to it and the history is read from it;
         whoever runs the step calls `finish` when nothing more of it is to come. Without, every sequence is complete
@@ -79,23 +80,25 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every token of the vocabulary, float32 [n, vocab], from hidden states [n, hidden]."""
-        return self.kernels.linear(hidden, self.weights.output, None).float() / self.spec.logits_divisor
+        scores = self.kernels.linear(hidden, self.weights.output, dtype=torch.float32)
+        return scores / self.spec.logits_divisor if self.spec.logits_divisor != 1 else scores
 
     def _layers(self, hidden: Tensor, inputs: StepInputs, attend: Callable[..., Tensor], indices: range) -> Tensor:
         for index in indices:
             layer = self.weights.layers[index]
-            q, k, v, norm = self._project(self._norm(hidden, layer.input_norm), layer.attention)
+            q, k, v, norm = self._project(hidden, layer)
             attended = attend(index, q, k, v, norm, inputs)
-            hidden = self._add(hidden, self._linear(attended.flatten(1), layer.attention.o))
-            normed = self._norm(hidden, layer.post_attention_norm)
-            hidden = self._add(hidden, self._feed_forward(normed, layer.feed_forward))
+            hidden = self._back(attended.flatten(1), layer.attention.o, hidden)
+            hidden = self._feed_forward(hidden, layer)
         return hidden
 
-    def _project(self, x: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor, Tensor, QKNorm | None]:
+    def _project(self, hidden: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor, Tensor, QKNorm | None]:
         """Queries [tokens, num_heads, head_dim], keys and values [tokens, num_kv_heads, head_dim]; and the norm of
         queries and keys, where that is left to attention: it can be where nothing comes between it and RoPE."""
-        q, k, v = self._linear(x, weights.q), self._linear(x, weights.k), self._linear(x, weights.v)
-        head_dim, limit = self.spec.attention.head_dim, self.spec.attention.clip_qkv
+        spec, weights = self.spec.attention, layer.attention
+        head_dim, limit = spec.head_dim, spec.clip_qkv
+        together = self.kernels.linear(hidden, weights.qkv, norm=self._norm_weights(layer.input_norm))
+        q, k, v = together.split([heads * head_dim for heads in (spec.num_heads, *[spec.num_kv_heads] * 2)], dim=1)
         norm: QKNorm | None = None
         if weights.q_norm is not None and weights.k_norm is not None:
             norm = QKNorm(weights.q_norm, weights.k_norm, self.spec.norm_eps)
@@ -104,7 +107,7 @@ class Decoder:
                 norm = None
         if limit is not None:
             q, k, v = (tensor.clamp(-limit, limit) for tensor in (q, k, v))
-        q, k, v = (tensor.view(len(x), -1, head_dim) for tensor in (q, k, v))
+        q, k, v = (tensor.unflatten(1, (-1, head_dim)) for tensor in (q, k, v))
         return q, k, v, norm
 
     def _attend_paged(
@@ -146,14 +149,20 @@ class Decoder:
             observe(layer, q, k, v)
         return self.kernels.dense_attention(q, k, v, inputs.attention.query_start, self.spec.attention.scale)
 
-    def _feed_forward(self, x: Tensor, weights: DenseWeights | MoEWeights) -> Tensor:
+    def _feed_forward(self, hidden: Tensor, layer: LayerWeights) -> Tensor:
+        weights, norm = layer.feed_forward, self._norm_weights(layer.post_attention_norm)
         if isinstance(weights, MoEWeights):
-            return self.kernels.moe(x, weights)
-        gate, up = self._linear(x, weights.gate_up).chunk(2, dim=-1)
-        return self._linear(F.silu(gate) * up, weights.down)
+            mixed = self.kernels.moe(self._norm(hidden, norm.weight), weights)
+            return torch.add(hidden, mixed, alpha=self.spec.residual_multiplier)
+        gate, up = self.kernels.linear(hidden, weights.gate_up, norm=norm).chunk(2, dim=-1)
+        return self._back(F.silu(gate) * up, weights.down, hidden)
 
-    def _linear(self, x: Tensor, weights: LinearWeights) -> Tensor:
-        return self.kernels.linear(x, weights.weight, weights.bias)
+    def _back(self, x: Tensor, weights: LinearWeights, hidden: Tensor) -> Tensor:
+        """Into the residual stream."""
+        return self.kernels.linear(x, weights, residual=hidden, factor=self.spec.residual_multiplier)
+
+    def _norm_weights(self, weight: Tensor) -> NormWeights:
+        return NormWeights(weight, self.spec.norm_eps)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, weight, self.spec.norm_eps)
@@ -161,10 +170,7 @@ class Decoder:
     def _norm_groups(self, q: Tensor, k: Tensor, norm: QKNorm) -> tuple[Tensor, Tensor]:
         """Normalise groups of as many channels as the weights have: heads, or all heads as one group."""
         q, k = (
-            self._norm(x.view(len(x), -1, len(weight)), weight).view_as(x)
+            self._norm(x.reshape(len(x), -1, len(weight)), weight).view(x.shape)
             for x, weight in ((q, norm.q_weight), (k, norm.k_weight))
         )
         return q, k
-
-    def _add(self, residual: Tensor, x: Tensor) -> Tensor:
-        return torch.add(residual, x, alpha=self.spec.residual_multiplier)

@@ -6,18 +6,25 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from subten.checkpoints.checkpoint import Checkpoint
 from subten.errors import CheckpointError
+from subten.kernels.linear.inputs import LinearWeights
 from subten.models.families import FAMILIES
 from subten.models.spec import DecoderSpec, MoESpec
-from subten.models.weight_tree import ModelWeights, assemble_weights
+from subten.models.weight_reader import Storage, WeightReader, quantise_rows, stored_experts
+from subten.models.weight_tree import ModelWeights, Role, Taken, Wanted, assemble_weights
 
 IGNORED_TENSORS = re.compile(r"\.rotary_emb\.inv_freq$")
 """Stored tensors that are no weights: older checkpoints hold the rotary frequencies, which `RopeSpec` gives."""
+
+KeptWeights = Literal["16bit", "stored", "fp8"]
+"""What is kept in e4m3: nothing; the experts, where the checkpoint stores them so; or the experts and all matrices of
+linear layers, the output projection among them, which are quantised with a scale per output channel where they are
+not stored so. Norms, biases, routers and embeddings never are; a tied output projection becomes a copy."""
 
 
 @dataclass(frozen=True)
@@ -34,32 +41,52 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    kept: KeptWeights = "16bit",
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
     """Read the weights that `spec` asks for; every tensor of the checkpoint is used exactly once.
 
-    `progress` is called as progress(read, total) after each checkpoint tensor. Raises CheckpointError, before
-    anything is read, if tensors are missing, left over, or of the wrong shape.
+    Beside the weights themselves this takes memory for one tensor of the checkpoint at a time.
+
+    Args:
+        checkpoint: where they are.
+        spec: which there are.
+        dtype: of everything that is not kept in e4m3.
+        device: where they go.
+        kept: what is kept in e4m3, see `KeptWeights`.
+        progress: called as progress(read, total) after each checkpoint tensor.
+
+    Raises:
+        CheckpointError: before anything is read, tensors are missing, left over, or of the wrong shape.
     """
-    if FAMILIES[spec.family].names.output not in checkpoint.names():
-        return _load(checkpoint, spec, dtype, device, progress)
-    weights = _load(checkpoint, replace(spec, tied_embeddings=False), dtype, device, progress)
-    # Some checkpoints of models with tied embeddings store the matrix under both names. Where the two differ, the
-    # configuration is wrong about the tie (transformers 5 decides so as well).
-    tied = spec.tied_embeddings and torch.equal(weights.output, weights.embedding)
-    return replace(weights, output=weights.embedding) if tied else weights
+    if FAMILIES[spec.family].names.output in checkpoint.names():
+        weights = _load(checkpoint, replace(spec, tied_embeddings=False), dtype, device, kept, progress)
+        # Some checkpoints of models with tied embeddings store the matrix under both names. Where the two differ, the
+        # configuration is wrong about the tie (transformers 5 decides so as well).
+        if spec.tied_embeddings and torch.equal(weights.output.weight, weights.embedding):
+            weights = replace(weights, output=LinearWeights(weights.embedding))
+    else:
+        weights = _load(checkpoint, spec, dtype, device, kept, progress)
+    if kept != "fp8":
+        return weights
+    codes, scale = quantise_rows(weights.output.weight)
+    return replace(weights, output=LinearWeights(codes, scale=scale))
 
 
 def required_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this model must hold."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    return {part.name: part.shape for wanted in _wanted(spec) for part in wanted.parts}
 
-    def take(shape: tuple[int, ...], parts: tuple[str, ...]) -> Tensor:
-        shapes.update(dict.fromkeys(parts, _part_shape(shape, len(parts))))
-        return torch.empty(shape, device="meta")
+
+def _wanted(spec: DecoderSpec) -> list[Wanted]:
+    noted: list[Wanted] = []
+
+    def take(wanted: Wanted) -> Taken:
+        noted.append(wanted)
+        return Taken(torch.empty(wanted.shape, device="meta"))
 
     assemble_weights(spec, take)
-    return shapes
+    return noted
 
 
 def count_parameters(spec: DecoderSpec) -> ParameterCount:
@@ -78,21 +105,28 @@ def _load(
     spec: DecoderSpec,
     dtype: torch.dtype,
     device: torch.device,
+    kept: KeptWeights,
     progress: Callable[[int, int], None] | None,
 ) -> ModelWeights:
-    required = required_tensors(spec)
+    wanted = _wanted(spec)
+    required = {part.name: part.shape for weight in wanted for part in weight.parts}
     _check(checkpoint, required)
+    storage: dict[Role, Storage] = {"plain": "wide", "linear": "wide", "experts": "wide"}
+    if kept != "16bit":
+        storage["experts"] = stored_experts(checkpoint, wanted) or ("channel" if kept == "fp8" else "wide")
+    if kept == "fp8":
+        storage["linear"] = "channel"
     read = 0
 
-    def take(shape: tuple[int, ...], parts: tuple[str, ...]) -> Tensor:
+    def take(weight: Wanted) -> Taken:
         nonlocal read
-        weight = torch.empty(shape, dtype=dtype, device=device)
-        for target, part in zip(weight.view(len(parts), -1), parts, strict=True):
-            target.copy_(checkpoint.load(part, dtype).flatten())
+        reader = WeightReader(weight, storage[weight.role], dtype, device)
+        for part in weight.parts:
+            reader.read(part, checkpoint)
             read += 1
             if progress is not None:
                 progress(read, len(required))
-        return weight
+        return reader.taken()
 
     return assemble_weights(spec, take)
 
@@ -117,12 +151,3 @@ def _few(names: Iterable[str]) -> str:
     ordered = sorted(names)
     listed = ", ".join(ordered[:3]) + (", ..." if len(ordered) > 3 else "")
     return f"{len(ordered)} tensor{'s' * (len(ordered) > 1)} ({listed})"
-
-
-def _part_shape(shape: tuple[int, ...], num_parts: int) -> tuple[int, ...]:
-    """Shape of one of `num_parts` tensors that, one below the other, make up a weight of this shape."""
-    if num_parts == 1:
-        return shape
-    if len(shape) == 1:
-        return (shape[0] // num_parts,)
-    return (prod(shape[:-1]) // num_parts, shape[-1])

@@ -12,6 +12,9 @@ from subten.kernels.moe.packing import wide_down, wide_gate_up
 from subten.kernels.moe.router import route
 from subten.kernels.precision import at_least_float32
 
+_AT_ONCE = 1 << 26
+"""Weights that are restored together: 256 MB in float32."""
+
 
 def moe_unfused(x: Tensor, weights: MoEWeights, *, logits: Tensor | None = None) -> Tensor:
     """Mix the SwiGLU experts of each token of `x` [tokens, hidden]; returns the same shape and dtype.
@@ -41,17 +44,23 @@ def moe_unfused(x: Tensor, weights: MoEWeights, *, logits: Tensor | None = None)
 
 
 def all_gate_up(experts: Experts, dtype: torch.dtype) -> Tensor:
-    """[E, 2 * intermediate, hidden]: as it is, or restored expert by expert."""
+    """[E, 2 * intermediate, hidden]: as it is, or restored some experts at a time."""
     if experts.gate_up.dtype == dtype:
         return experts.gate_up
-    return torch.cat([wide_gate_up(experts, slice(one, one + 1), dtype) for one in range(len(experts.gate_up))])
+    return torch.cat([wide_gate_up(experts, some, dtype) for some in _portions(experts.gate_up)])
 
 
 def all_down(experts: Experts, dtype: torch.dtype) -> Tensor:
     """[E, hidden, intermediate], likewise; put together where it is cut into slices."""
     if experts.down.dtype == dtype and experts.down.ndim == 3:
         return experts.down
-    return torch.cat([wide_down(experts, slice(one, one + 1), dtype) for one in range(len(experts.down))])
+    return torch.cat([wide_down(experts, some, dtype) for some in _portions(experts.down)])
+
+
+def _portions(weight: Tensor) -> list[slice]:
+    """Experts whose weights are together not more than `_AT_ONCE`, or one."""
+    count = max(1, _AT_ONCE // weight[0].numel())
+    return [slice(first, first + count) for first in range(0, len(weight), count)]
 
 
 def has_grouped_gemm(x: Tensor) -> bool:
