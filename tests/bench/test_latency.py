@@ -59,6 +59,9 @@ TINY = spec_from_config(
 @pytest.fixture(autouse=True)
 def shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_shapes, "SHAPES", {**model_shapes.SHAPES, "tiny": TINY})
+    monkeypatch.setattr(latency, "_SIDE_STEPS", 4)
+    monkeypatch.setattr(latency, "_UNTIMED", 2)
+    monkeypatch.setattr(latency, "_ROUND", 16)
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +84,8 @@ def case(kv: str, batch: int, moe: str = "fused", context: int = 256) -> Latency
 
 def test_every_case_becomes_a_row_with_all_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
-    arguments = ["--batch", "1,4", "--context", "256", "--kv", "kv2,bf16", "--steps", "80", "--device", "cpu"]
-    assert main(["latency", "tiny", *arguments, "--profile", "--json", str(path)]) == 0
+    arguments = ["--batch", "1,4", "--context", "256", "--kv", "kv2,bf16", "--steps", "20", "--device", "cpu"]
+    assert main(["latency", "tiny", *arguments, "--json", str(path)]) == 0
     content = json.loads(path.read_text())
     rows = content["latency"]
     assert content["largest"] == []
@@ -92,20 +95,29 @@ def test_every_case_becomes_a_row_with_all_its_figures(tmp_path: Path, capsys: p
     ]
     for row in rows:
         nothing = {key for key, value in row.items() if value is None}
-        assert nothing == {"device_ms", "note"}
+        assert nothing == {"device_ms", "profile", "note"}
         assert 0 < row["p50_ms"] <= row["p99_ms"] <= row["max_ms"]
         assert row["p99_over_p50"] == pytest.approx(row["p99_ms"] / row["p50_ms"])
         assert row["loop_p50_ms"] >= row["p50_ms"] > row["host_ms"]
         assert row["share"] == pytest.approx(row["roofline_ms"] / row["p50_ms"])
         assert 2 <= row["experts"] <= min(6, 2 * row["batch"])
-        assert row["steps"] == 80
+        assert row["steps"] == 20
         assert (row["compilations"], row["device_allocations"]) == (0, 0)
-        assert row["profile"]["kernels"]
-    assert all(16 <= row["bits"] < 17 for row in rows if row["kv"] == "bf16")
+    assert all(16 <= row["bits"] < 20 for row in rows if row["kv"] == "bf16")
     assert all(row["weights"] == "fp8 channel" for row in rows)
-    out = capsys.readouterr().out
-    assert "a step as graph" in out
-    assert "p99/p50" in out
+    assert "p99/p50" in capsys.readouterr().out
+
+
+def test_a_step_by_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.json"
+    arguments = ["--batch", "1", "--context", "256", "--kv", "bf16", "--moe", "fused", "--steps", "10", "--profile"]
+    assert main(["latency", "tiny", *arguments, "--device", "cpu", "--json", str(path)]) == 0
+    profile = json.loads(path.read_text())["latency"][0]["profile"]
+    times = [kernel["us"] for kernel in profile["kernels"]]
+    assert times == sorted(times, reverse=True)
+    assert len(times) == 12
+    assert sum(times) <= profile["us"]
+    assert "a step as graph" in capsys.readouterr().out
 
 
 def test_subten_bench_is_the_same(tmp_path: Path) -> None:
@@ -121,7 +133,7 @@ def test_a_model_by_name(tmp_path: Path) -> None:
     arguments = ["--batch", "2", "--context", "256", "--kv", "kv2", "--moe", "fused", "--steps", "10"]
     assert main(["latency", "demo-moe", *arguments, "--device", "cpu", "--json", str(path)]) == 0
     (row,) = json.loads(path.read_text())["latency"]
-    assert row["weights"] == "float32"
+    assert row["weights"] == "16bit"
     assert row["p50_ms"] > 0
 
 
@@ -171,7 +183,7 @@ def test_a_failure_is_a_row_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(latency, "time_steps", fails_once)
     path = tmp_path / "rows.json"
-    arguments = ["--batch", "1,2,4", "--context", "256", "--kv", "bf16,int4", "--moe", "fused", "--steps", "10"]
+    arguments = ["--batch", "1,2,4", "--context", "256", "--kv", "bf16,fp8", "--moe", "fused", "--steps", "10"]
     assert main(["latency", "tiny", *arguments, "--device", "cpu", "--json", str(path)]) == 1
     rows = json.loads(path.read_text())["latency"]
     assert [row["note"] for row in rows] == [None, "RuntimeError: an illegal thing", None] * 2
@@ -273,7 +285,7 @@ MACHINE = latency.Machine("a CPU", "", 1, 0, 1, None, None, None, "2", None, "3"
 def test_the_bytes_of_a_step(model: BenchModel) -> None:
     loaded, layout = model.loaded, CacheKind.of(model.loaded, get_format("kv2"), 512).layout
     hidden, width, shared = 64, 48, 32
-    linear = (4 + 2 * 2) * 32 * (hidden + 4) + 3 * (4 + 2 * 2) * 0 + hidden * (4 * 32 + 4)
+    linear = (4 + 2 * 2) * 32 * (hidden + 4) + hidden * (4 * 32 + 4)
     bias = (4 + 2 * 2) * 32 * 4
     router = 6 * hidden * 4 + hidden * 4
     norms = 2 * hidden * 4

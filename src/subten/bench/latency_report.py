@@ -94,7 +94,8 @@ class LatencyRow:
         kv: format of the cache.
         moe: `fused` or `unfused`.
         attention: implementation.
-        weights: `fp8 channel` or `fp8 block` by the experts' scales, or the type of a model's own.
+        weights: `fp8 channel` or `fp8 block` by the experts' scales; of a model by name, what of them is in FP8
+            (`load_model`).
         weights_gb: of all weights, in 10^9 bytes.
         steps: see `StepTimes`, as the next ones.
         p50_ms: see there.

@@ -252,7 +252,7 @@ def load(name: str, scales: ExpertScales, device: torch.device) -> BenchModel:
         loaded = random_model(name, model_shapes.SHAPES[name], scales, dtype, device)
         return BenchModel(loaded, f"fp8 {scales}", random=True)
     loaded = load_model(name, device=str(device))
-    return BenchModel(loaded, str(loaded.dtype).removeprefix("torch."), random=False)
+    return BenchModel(loaded, loaded.weights, random=False)
 
 
 def _part(seconds: float | None) -> float | None:

@@ -6,7 +6,7 @@ finite, tokens differ from each other, and routers choose all experts about equa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,12 +21,14 @@ from subten.engine.loading import LoadedModel
 from subten.engine.tokenizer import Tokenizer
 from subten.formats import KVFormat
 from subten.formats.coding import LayerCoding
+from subten.kernels.linear.inputs import LinearWeights
 from subten.kernels.moe.inputs import SCALE_BLOCK
 from subten.kernels.moe.packing import E4M3
 from subten.kernels.select import select_kernels
 from subten.models.decoder import Decoder
 from subten.models.families.family import TensorNames
 from subten.models.spec import DecoderSpec
+from subten.models.weight_reader import quantise_rows
 from subten.models.weight_tree import ModelWeights, Taken, Wanted, assemble_weights
 
 ExpertScales = Literal["channel", "block"]
@@ -43,7 +45,7 @@ _DEMO = "demo-moe"
 def random_model(
     name: str, spec: DecoderSpec, scales: ExpertScales, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> LoadedModel:
-    """A model that can run: linear layers and experts in FP8, embeddings, router, norms and output in `dtype`.
+    """A model that can run: linear layers, experts and output in FP8, as with `weights="fp8"`; the rest in `dtype`.
 
     It has the tokenizer of the shipped model, which knows other words than this one's vocabulary.
 
@@ -62,6 +64,7 @@ def random_model(
         dtype=dtype,
         device=device,
         kernels=kernels,
+        weights="fp8",
     )
 
 
@@ -70,7 +73,9 @@ def random_weights(
     spec: DecoderSpec, scales: ExpertScales, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> ModelWeights:
     """Of every weight that the spec asks for."""
-    return assemble_weights(spec, _Draw(scales, dtype, device, torch.Generator(device).manual_seed(seed)))
+    weights = assemble_weights(spec, _Draw(scales, dtype, device, torch.Generator(device).manual_seed(seed)))
+    codes, scale = quantise_rows(weights.output.weight)
+    return replace(weights, output=LinearWeights(codes, scale=scale))
 
 
 @dataclass(frozen=True)
