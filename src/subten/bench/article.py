@@ -61,9 +61,9 @@ def _article_table(found: Published) -> str:
     ]
     head = ["shape", "KV", "MoE", "p50 ms", "p99 ms", "p99/p50", "of reading", "cache GB", "bits", below]
     text = (
-        f"One sequence of {context_name(MAIN_CONTEXT)} tokens: milliseconds from one token to the next. \"Of reading\" is "
-        "the time that the machine takes to read the bytes which such a step must read, over the time it takes. A batch "
-        "with `≥` is the largest that was tried, or that fits."
+        f"One sequence of {context_name(MAIN_CONTEXT)} tokens: milliseconds of a decode step. "
+        '"Of reading" is the time that the machine takes to read the bytes which such a step must read, over the time '
+        "it takes. A batch with `≥` is the largest that was tried, or that fits."
     )
     return "\n\n".join(["### The table", text, _table(head, lines, names=3), _provenance(found.steps)])
 
@@ -112,7 +112,9 @@ def _claims(found: Published) -> str:
     lines += [
         [
             f"the same, by batch: `{row['shape']}`, {row['kv']}, fused",
-            "not even one sequence" if row["batch"] is None else f"up to batch {_largest(row)}, p99 {row['p99_ms']:.2f} ms",
+            "not even one sequence"
+            if row["batch"] is None
+            else f"up to batch {_largest(row)}, p99 {row['p99_ms']:.2f} ms",
         ]
         for row in _in_order(largest)
         if row["kv"] in (_OURS, "bf16")
@@ -136,8 +138,8 @@ def _steps(measured: Measured) -> str:
         return ""
     parts = [
         "### Steps by batch",
-        "p50 / p99 in ms; \"host\" is what the host alone takes of a step at the largest batch, measured with graphs that "
-        "do nothing.",
+        'p50 / p99 in ms; "host" is what the host alone takes of a step at the largest batch, measured with graphs '
+        "that do nothing.",
     ]
     for shape in _unique(row["shape"] for row in rows):
         own = [row for row in rows if row["shape"] == shape]
@@ -150,11 +152,7 @@ def _steps(measured: Measured) -> str:
             lines.append([context_name(context), kv, moe, *cells, host])
         head = ["context", "KV", "MoE", *(f"batch {batch}" for batch in batches), "host"]
         parts += [f"`{shape}`:", _table(head, lines, names=3)]
-    reasons = _unique(
-        f"- `{row['shape']}`, batch {row['batch']}, {context_name(row['context'])}, {row['kv']}, {row['moe']}: {row['note']}"
-        for row in measured.rows
-        if row["p50_ms"] is None
-    )
+    reasons = _unique(f"- {_named(row)}: {row['note']}" for row in measured.rows if row["p50_ms"] is None)
     if reasons:
         parts += ["Without a figure:", "\n".join(reasons)]
     parts += ["![p99 by batch](latency.png)", "![Share of the time that is reading](roofline.png)"]
@@ -169,11 +167,15 @@ def _profiles(measured: Measured) -> str:
     for row in _in_order(rows):
         profile = row["profile"]
         lines = [
-            [f"`{kernel['name'][:60]}`", f"{kernel['us']:.0f}", f"{kernel['launches']:.0f}", f"{kernel['us'] / profile['us']:.0%}"]
+            [
+                f"`{kernel['name'][:60]}`",
+                f"{kernel['us']:.0f}",
+                f"{kernel['launches']:.0f}",
+                f"{kernel['us'] / profile['us']:.0%}",
+            ]
             for kernel in profile["kernels"][:_BY_KERNEL]
         ]
-        title = f"`{row['shape']}`, batch {row['batch']}, {context_name(row['context'])}, {row['kv']}, {row['moe']}: "
-        title += f"{profile['us']:.0f} us in {profile['launches']:.0f} launches"
+        title = f"{_named(row)}: {profile['us']:.0f} us in {profile['launches']:.0f} launches"
         parts += [title, _table(["kernel", "us", "launches", "share"], lines, names=1)]
     return "\n\n".join(parts)
 
@@ -200,11 +202,22 @@ def _moe(measured: Measured) -> str:
         ]
         for row in rows
     ]
-    head = ["shape", "weights", "activations", "tokens", "us", "floor us", "share", "peer us", "fastest peer", "peer/ours"]
+    head = [
+        "shape",
+        "weights",
+        "activations",
+        "tokens",
+        "us",
+        "floor us",
+        "share",
+        "peer us",
+        "fastest peer",
+        "peer/ours",
+    ]
     return "\n\n".join(
         [
             "### Mixtures of experts",
-            "One block in one launch, from the router's logits to the output; the floor is reading the experts visited.",
+            "One block in one launch, from the router's logits to the output; the floor is reading the visited experts.",
             _table(head, lines, names=3),
             "![One block: ours, floor and peers](moe.png)",
             _provenance(measured),
@@ -275,6 +288,10 @@ def _with_figures(measured: Measured) -> list[Row]:
     return [row for row in measured.rows if row["p50_ms"] is not None]
 
 
+def _named(row: Row) -> str:
+    return f"`{row['shape']}`, batch {row['batch']}, {context_name(row['context'])}, {row['kv']}, {row['moe']}"
+
+
 def _case(row: Row) -> tuple[str, str, str]:
     return row["shape"], row["kv"], row["moe"]
 
@@ -291,7 +308,7 @@ def _in_order(rows: Iterable[Row]) -> list[Row]:
             r["context"],
             kinds.get(r["kv"], 5),
             r["kv"],
-            -("unfused" == r["moe"]),
+            -(r["moe"] == "unfused"),
             r.get("batch") or 0,
         ),
     )

@@ -144,7 +144,7 @@ def build_cache(
 
 
 def fill_storage(storage: CacheStorage, block: Tensor) -> None:
-    """Every page of every layer becomes a copy of one of `block` [pages, kv_heads, record_bytes]; windows Gaussian."""
+    """Every page of every layer becomes a copy of one in `block` [pages, kv_heads, record_bytes], windows noise."""
     geometry = storage.geometry
     pages = storage.pages.unflatten(1, (geometry.num_layers, geometry.num_kv_heads, storage.layout.record_bytes))
     for start in range(0, len(pages), len(block)):

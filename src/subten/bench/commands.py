@@ -15,8 +15,8 @@ def latency(
         str,
         typer.Argument(
             metavar="MODEL_OR_SHAPE",
-            help="Shapes with random weights (mix-32b-a9b, seed-32b-a7b, qwen3-30b-a3b, mixtral-8x7b, olmoe-1b-7b), or "
-            "models by name or path; separated by commas.",
+            help="Shapes with random weights (mix-32b-a9b, seed-32b-a7b, qwen3-30b-a3b, mixtral-8x7b, olmoe-1b-7b), "
+            "or models by name or path; separated by commas.",
         ),
     ],
     batch: Annotated[str, typer.Option(help="Sequences, separated by commas.")] = "1,4,8,16,32",
@@ -30,7 +30,9 @@ def latency(
         bool, typer.Option("--largest", help="Look for the largest batch of each context, format and kind of MoE.")
     ] = False,
     limit: Annotated[float, typer.Option(min=0, help="Milliseconds that its p99 has to stay below.")] = 10.0,
-    experts: Annotated[str, typer.Option(help="FP8 experts of shapes with scales by `channel` or `block`.")] = "channel",
+    experts: Annotated[
+        str, typer.Option(help="FP8 experts of shapes with scales by `channel` or `block`.")
+    ] = "channel",
     temperature: Annotated[float, typer.Option(help="Of the choice of tokens; 0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus of the choice of tokens.")] = 1.0,
     mean_key: Annotated[
@@ -74,7 +76,9 @@ def latency(
 
 def report(
     results: Annotated[Path, typer.Option(help="Folder with result files.")] = Path("benchmarks/results"),
-    docs: Annotated[Path, typer.Option(help="Folder with the README.md to write them into.")] = Path("docs/benchmarks"),
+    docs: Annotated[Path, typer.Option(help="Folder with the README.md to write them into.")] = Path(
+        "docs/benchmarks"
+    ),
 ) -> None:
     """Tables and pictures of the documentation, from the result files of a checkout."""
     from subten.bench.publishing import publish

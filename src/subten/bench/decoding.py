@@ -139,9 +139,10 @@ class CacheKind:
         free = free_memory(model.device)
         fitting = [batch for batch in batches if self.bytes_for(model, batch) <= free * _SHARE_OF_FREE_MEMORY]
         if not fitting:
-            least = self.bytes_for(model, min(batches))
+            least = min(batches)
+            size = self.bytes_for(model, least) / 2**30
             raise CacheMemoryError(
-                f"the cache of {min(batches)} such sequences takes {least / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
+                f"the cache of {least} such sequences takes {size:.1f} GiB, and {free / 2**30:.1f} are free"
             )
         return max(fitting)
 

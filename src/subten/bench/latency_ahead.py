@@ -1,7 +1,7 @@
 """Compile what decode steps are made of, in as many processes as there are cores, before the steps are measured.
 
-Each process takes steps of the first layers of a model: what is compiled depends on the kinds of layers, not on how many
-there are. The cache is one page, which all sequences say they consist of.
+Each process takes steps of the first layers of a model: what is compiled depends on the kinds of layers, not on how
+many there are. The cache is one page, which all sequences say they consist of.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def _take_step(task: AheadTask, device: torch.device) -> None:
     calibration = None
     if case.kv.calibrated:
         calibration = random_model_calibration(case.kv, model, mean_key=task.mean_key)
-    runner = Runner(
-        model, kind.layout, 1, case.batch, calibration, "chunk", choice.load(), case.batch, case.context
-    )
+    runner = Runner(model, kind.layout, 1, case.batch, calibration, "chunk", choice.load(), case.batch, case.context)
     pages = [0] * kind.layout.pages_for(case.context)
     runner.decode(
         [

@@ -198,7 +198,9 @@ def latency_json(machine: Machine, rows: Sequence[LatencyRow], largest: Sequence
 
 def latency_line(row: LatencyRow, seconds: float) -> str:
     """A row as it comes, on one line."""
-    head = f"[{seconds:4.0f} s] {row.shape:>13} {row.batch:3} x {context_name(row.context):>4} {row.kv:<5} {row.moe:<7}"
+    head = (
+        f"[{seconds:4.0f} s] {row.shape:>13} {row.batch:3} x {context_name(row.context):>4} {row.kv:<5} {row.moe:<7}"
+    )
     if row.p50_ms is None:
         return f"{head} no figure: {row.note}"
     return (
@@ -229,7 +231,20 @@ def latency_table(rows: Sequence[LatencyRow], machine: Machine) -> Table:
     )
     for name in ("shape", "kv", "moe"):
         table.add_column(name)
-    columns = "context", "batch", "p50", "p99", "p99/p50", "device", "host", "roofline", "share", "tok/s", "GB", "bits"
+    columns = (
+        "context",
+        "batch",
+        "p50",
+        "p99",
+        "p99/p50",
+        "device",
+        "host",
+        "roofline",
+        "share",
+        "tok/s",
+        "GB",
+        "bits",
+    )
     for name in columns:
         table.add_column(name, justify="right")
     for row in rows:

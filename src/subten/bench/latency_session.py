@@ -113,10 +113,10 @@ class LatencyOptions:
             for size in batches
         ]
         if not cases:
-            raise ParameterError("there is nothing to measure; name a shape, a batch, a context and a format at least")
-        wishes = StepWishes(
-            steps, SamplingParams(temperature=temperature, top_p=top_p), mean_key, profile, largest
-        )
+            raise ParameterError(
+                "there is nothing to measure; name a shape, a batch, a context and a format at least"
+            )
+        wishes = StepWishes(steps, SamplingParams(temperature=temperature, top_p=top_p), mean_key, profile, largest)
         return cls(cases, wishes, cast("ExpertScales", scales), device, seconds, ahead)
 
 

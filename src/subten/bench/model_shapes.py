@@ -1,7 +1,7 @@
 """Models by their geometry alone: what a step costs does not depend on what the weights are.
 
-Configurations as their publishers have them on the Hugging Face hub, of the parts that a step's time depends on; the
-context is as long as what is measured needs, which is no more than a longer table of angles. Two are no public models:
+Configurations as their publishers have them on the Hugging Face hub, of the parts that a step's time depends on. The
+context is as long as what is measured needs, which is no more than a longer table of angles. Two are not published:
 
 - `mix-32b-a9b`: 8 experts, top 2, 32 billion parameters in all and 9 of them active, the least that is possible so.
 - `seed-32b-a7b`: 32 billion, 7 active: that takes top 1 of 8, and a shared expert beside them.

@@ -1,5 +1,7 @@
-"""The pictures of docs/benchmarks, from committed measurements. Colours are Okabe and Ito's, which colour-blind people
-tell apart; markers and dashes say the same again."""
+"""The pictures of docs/benchmarks, from committed measurements.
+
+Colours are those of Okabe and Ito, which colour-blind people tell apart; markers and dashes say the same again.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def _latency(rows: Sequence[Row], measured: Measured) -> bytes:
     def limit(axes: Any) -> None:
         axes.set_yscale("log")
         axes.axhline(_LIMIT_MS, color=_INK, linewidth=1, linestyle=":")
-        axes.annotate("10 ms", (0.99, _LIMIT_MS), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+        axes.annotate(
+            "10 ms", (0.99, _LIMIT_MS), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8
+        )
         _plain_numbers(axes.yaxis)
 
     title = f"p99 of a decode step at {context_name(MAIN_CONTEXT)}, ms"
@@ -75,7 +79,9 @@ def _by_batch(
         for index, kv in enumerate(formats):
             for moe, dashes in (("fused", "-"), ("unfused", "--")):
                 line = sorted(
-                    (row["batch"], value(row)) for row in rows if (row["shape"], row["kv"], row["moe"]) == (shape, kv, moe)
+                    (row["batch"], value(row))
+                    for row in rows
+                    if (row["shape"], row["kv"], row["moe"]) == (shape, kv, moe)
                 )
                 if line:
                     axes.plot(
@@ -96,7 +102,9 @@ def _by_batch(
 def _moe(rows: Sequence[Row], measured: Measured) -> bytes:
     """A panel for each shape: microseconds of a block by tokens, over the time of reading its experts."""
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    figure, panels = _panels("One mixture-of-experts block, time over the floor of reading its experts", shapes, measured)
+    figure, panels = _panels(
+        "One mixture-of-experts block, time over the floor of reading its experts", shapes, measured
+    )
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     for shape, axes in zip(shapes, panels, strict=True):
         own = [row for row in rows if row["shape"] == shape]

@@ -58,7 +58,9 @@ class Published:
         moe = [_content(path) for path in sorted(folder.glob(_MOE))]
         attention = [_content(path) for path in sorted(folder.glob(_ATTENTION))]
         return cls(
-            _merged(latency, "latency", ("shape", "context", "batch", "kv", "moe"), lambda r: r["p50_ms"] is not None),
+            _merged(
+                latency, "latency", ("shape", "context", "batch", "kv", "moe"), lambda r: r["p50_ms"] is not None
+            ),
             _merged(latency, "largest", ("shape", "context", "kv", "moe", "limit_ms"), lambda r: r["note"] is None),
             _merged(moe, "moe", ("shape", "tokens", "weights", "activations", "sums"), lambda r: r["us"] is not None),
             _merged(

@@ -1,7 +1,7 @@
 """A mixture of experts step by step, in FP8 throughout: what fusing is measured against where weights are FP8.
 
-The engine's own unfused kernel restores such weights in 16 bit first; torch's grouped GEMM takes them as they are where
-every output channel has a scale.
+The engine's own unfused kernel restores such weights in 16 bit first; torch's grouped GEMM takes them as they are
+where every output channel has a scale.
 """
 
 from __future__ import annotations
