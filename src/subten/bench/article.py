@@ -38,7 +38,7 @@ def render(found: Published) -> str:
 
 
 def _article_table(found: Published) -> str:
-    rows = [row for row in _with_figures(found.steps) if row["context"] == MAIN_CONTEXT and row["batch"] == 1]
+    rows = [row for row in drawn_steps(found.steps) if row["batch"] == 1]
     if not rows:
         return ""
     largest = {_case(row): row for row in found.largest.rows if row["context"] == MAIN_CONTEXT}
@@ -77,7 +77,7 @@ def _largest(row: Row | None) -> str:
 
 
 def _claims(found: Published) -> str:
-    steps = [row for row in _with_figures(found.steps) if row["context"] == MAIN_CONTEXT]
+    steps = drawn_steps(found.steps)
     lines = []
     bits = [row["bits"] for row in steps if row["kv"] == _OURS]
     if bits:
@@ -155,7 +155,8 @@ def _steps(measured: Measured) -> str:
     reasons = _unique(f"- {_named(row)}: {row['note']}" for row in measured.rows if row["p50_ms"] is None)
     if reasons:
         parts += ["Without a figure:", "\n".join(reasons)]
-    parts += ["![p99 by batch](latency.png)", "![Share of the time that is reading](roofline.png)"]
+    if drawn_steps(measured):
+        parts += ["![p99 by batch](latency.png)", "![Share of the time that is reading](roofline.png)"]
     return "\n\n".join(parts)
 
 
@@ -184,7 +185,7 @@ def _profiles(measured: Measured) -> str:
 
 
 def _moe(measured: Measured) -> str:
-    rows = [row for row in measured.rows if row["us"] is not None]
+    rows = drawn_moe(measured)
     if not rows:
         return ""
     lines = [
@@ -217,7 +218,7 @@ def _moe(measured: Measured) -> str:
     return "\n\n".join(
         [
             "### Mixtures of experts",
-            "One block in one launch, from the router's logits to the output; the floor is reading the visited experts.",
+            "One block in one launch, from the router's logits to the output. The floor is reading the experts.",
             _table(head, lines, names=3),
             "![One block: ours, floor and peers](moe.png)",
             _provenance(measured),
@@ -254,15 +255,32 @@ def _attention(measured: Measured) -> str:
         "torch/ours",
         "of reading",
     ]
-    return "\n\n".join(
-        [
-            "### Attention",
-            f"One layer at {context_name(MAIN_CONTEXT)}, heads of 128 channels; microseconds.",
-            _table(head, lines, names=3),
-            "![Attention: speed against 16 bit by context](attention.png)",
-            _provenance(measured),
-        ]
-    )
+    parts = [
+        "### Attention",
+        f"One layer at {context_name(MAIN_CONTEXT)}, heads of 128 channels; microseconds.",
+        _table(head, lines, names=3),
+    ]
+    if drawn_attention(measured):
+        parts.append("![Attention: speed against 16 bit by context](attention.png)")
+    return "\n\n".join([*parts, _provenance(measured)])
+
+
+# --- what is drawn ---------------------------------------------------------------------------------------------
+
+
+def drawn_steps(measured: Measured) -> list[Row]:
+    """Steps at the main context."""
+    return [row for row in _with_figures(measured) if row["context"] == MAIN_CONTEXT]
+
+
+def drawn_moe(measured: Measured) -> list[Row]:
+    """All blocks that have a figure."""
+    return [row for row in measured.rows if row["us"] is not None]
+
+
+def drawn_attention(measured: Measured) -> list[Row]:
+    """Attention without the term of a mean key, where there is one in 16 bit to compare it with."""
+    return [row for row in measured.rows if row["ratio"] is not None and not row["mean_key"]]
 
 
 # --- Markdown --------------------------------------------------------------------------------------------------

@@ -146,8 +146,8 @@ class LatencyBench:
         while True:
             try:
                 return Decoding(self._model, kind, most, calibration, wishes.params), most
-            except (CacheMemoryError, torch.OutOfMemoryError):
-                if most == batches[0]:
+            except (CacheMemoryError, RuntimeError) as failure:
+                if most == batches[0] or not _for_want_of_memory(failure):
                     raise
             self._clean_up()
             most = max(batch for batch in batches if batch < most)
@@ -160,10 +160,15 @@ class LatencyBench:
             return missing(case, f"the device's memory has no room for a cache of {size:.1f} GB")
         try:
             times = time_steps(decoding, self._model, self._watched, case, self._wishes.steps)
-            profile = profiled(decoding, case, self._device) if self._wishes.profile else None
         except Exception as failure:  # as above
             return missing(case, self._reason(failure))
-        return make_row(case, kind, self._of, times, profile, self._machine)
+        profile, note = None, None
+        if self._wishes.profile:
+            try:
+                profile = profiled(decoding, case, self._device)
+            except Exception as failure:  # as above
+                note = f"no profile: {self._reason(failure)}"
+        return make_row(case, kind, self._of, times, profile, note, self._machine)
 
     def _largest(
         self, case: LatencyCase, limit: float, most: int, measured: dict[int, float], decoding: Decoding
@@ -325,6 +330,13 @@ def undisturbed() -> Iterator[None]:
         gc.unfreeze()
 
 
+def _for_want_of_memory(failure: BaseException | None) -> bool:
+    """Whether this is so, or what it came of: a graph that ends early complains of that instead."""
+    while failure is not None and not isinstance(failure, CacheMemoryError | torch.OutOfMemoryError):
+        failure = failure.__context__
+    return failure is not None
+
+
 def round_of(context: int) -> int:
     """Steps between two beginnings: the shortest contexts are not to be shortened by much."""
     return min(_ROUND, context // 4)
@@ -341,6 +353,7 @@ def make_row(
     model: BenchModel,
     times: StepTimes,
     profile: Profile | None,
+    note: str | None,
     machine: Machine,
 ) -> LatencyRow:
     """A measurement with everything that follows from it."""
@@ -374,4 +387,5 @@ def make_row(
         compilations=times.compilations,
         device_allocations=times.device_allocations,
         profile=profile,
+        note=note,
     )

@@ -9,6 +9,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from subten.bench.article import drawn_attention, drawn_moe, drawn_steps
 from subten.bench.published import Machine, Measured, Published, Row
 from subten.bench.shapes import MAIN_CONTEXT, context_name
 from subten.errors import ParameterError
@@ -32,16 +33,13 @@ def pictures(found: Published) -> dict[str, bytes]:
         raise ParameterError(
             "drawing pictures needs matplotlib, which is not installed; pip install 'subten[plot]'"
         ) from error
-    steps = [row for row in found.steps.rows if row["p50_ms"] is not None and row["context"] == MAIN_CONTEXT]
     drawn: dict[str, bytes] = {}
-    if steps:
+    if steps := drawn_steps(found.steps):
         drawn["latency.png"] = _latency(steps, found.steps)
         drawn["roofline.png"] = _roofline(steps, found.steps)
-    moe = [row for row in found.moe.rows if row["us"] is not None]
-    if moe:
+    if moe := drawn_moe(found.moe):
         drawn["moe.png"] = _moe(moe, found.moe)
-    attention = [row for row in found.attention.rows if row["ratio"] is not None and not row["mean_key"]]
-    if attention:
+    if attention := drawn_attention(found.attention):
         drawn["attention.png"] = _attention(attention, found.attention)
     return drawn
 

@@ -12,6 +12,8 @@ from subten.bench.latency_report import KernelTime, Profile
 
 _SHOWN = 12
 _STEPS = 4
+_COPIES = ("Memcpy", "Memset")
+"""All that is seen of a graph, where its kernels are not."""
 
 
 def profile_step(graph: Callable[[], object], eager: Callable[[], object], device: torch.device) -> Profile:
@@ -20,9 +22,8 @@ def profile_step(graph: Callable[[], object], eager: Callable[[], object], devic
 
     The profiler stays in the process and may slow what comes after it.
     """
-    found = _kernels(graph, device)
-    of = "graph"
-    if not found:
+    found, of = _kernels(graph, device), "graph"
+    if all(kernel.name.startswith(_COPIES) for kernel in found):
         found, of = _kernels(eager, device), "eager"
     found.sort(key=lambda kernel: -kernel.us)
     return Profile(of, sum(k.launches for k in found), sum(k.us for k in found), found[:_SHOWN])
