@@ -9,6 +9,7 @@ from test_bench_report import ROW
 
 from subten.bench.__main__ import main
 from subten.bench.article import PICTURES, render
+from subten.bench.itl import ItlRow, itl_json
 from subten.bench.latency_report import KernelTime, LargestRow, LatencyRow, Profile, latency_json
 from subten.bench.moe_report import MoERow, moe_json
 from subten.bench.plots import pictures
@@ -53,9 +54,13 @@ MOE = MoERow(
 )  # fmt: skip
 
 
+ITL = ItlRow("olmoe-1b-7b", "kv2", 131072, 256, 1, 20.0, 2.0, 2.1, 4000, 18.5, 19.9, 25.0, 0.995, 70.0)
+
+
 @pytest.fixture
 def results(tmp_path: Path, machine) -> Path:
     (tmp_path / "latency_h200.json").write_bytes(latency_json(machine, STEPS, LARGEST))
+    (tmp_path / "itl_h200.json").write_bytes(itl_json(machine, [ITL]))
     (tmp_path / "moe_h200.json").write_bytes(moe_json(machine, [MOE]))
     (tmp_path / "attention_h200.json").write_bytes(to_json(machine, [replace(ROW, mean_key=False)], []))
     return tmp_path
@@ -109,6 +114,11 @@ def test_kernels(results: Path) -> None:
     assert "### Where the time of a step goes" not in text
 
 
+def test_a_prompt_beside_a_stream(results: Path) -> None:
+    line = "128k in chunks of 256 | 20 | 2.00 / 2.10 | 18.50 / 19.90 | 25.00 | 99.5% | 70.0 |"
+    assert f"| olmoe-1b-7b | kv2 | {line}" in render(Published.read(results))
+
+
 def test_a_step_by_kernels(tmp_path: Path, machine) -> None:
     kernels = [KernelTime("moe_kernel", 32.0, 1500.0), KernelTime("attend", 32.0, 500.0)]
     row = step(1, "kv2", "fused", 2.0, profile=Profile("graph", 64.0, 2000.0, kernels))
@@ -158,7 +168,7 @@ def test_the_command_writes_document_and_pictures(results: Path, tmp_path: Path,
 @pytest.mark.parametrize("content", ["[]", "{", '{"machine": {}}', '{"latency": []}'])
 def test_what_is_no_file_of_results(tmp_path: Path, content: str) -> None:
     (tmp_path / "latency_h200.json").write_text(content)
-    with pytest.raises(StorageError, match="latency_h200.json is no file of results"):
+    with pytest.raises(StorageError, match=r"latency_h200\.json is no file of results"):
         Published.read(tmp_path)
 
 

@@ -27,6 +27,7 @@ def render(found: Published) -> str:
         _claims(found),
         _steps(found.steps),
         _profiles(found.steps),
+        _itl(found.itl),
         _moe(found.moe),
         _attention(found.attention),
     ]
@@ -62,8 +63,8 @@ def _article_table(found: Published) -> str:
     head = ["shape", "KV", "MoE", "p50 ms", "p99 ms", "p99/p50", "of reading", "cache GB", "bits", below]
     text = (
         f"One sequence of {context_name(MAIN_CONTEXT)} tokens: milliseconds of a decode step. "
-        '"Of reading" is the time that the machine takes to read the bytes which such a step must read, over the time '
-        "it takes. A batch with `≥` is the largest that was tried, or that fits."
+        '"Of reading" is the time in which the machine reads the bytes that such a step must read, over the time it '
+        "takes. A batch with `≥` is the largest that was tried, or that fits."
     )
     return "\n\n".join(["### The table", text, _table(head, lines, names=3), _provenance(found.steps)])
 
@@ -178,6 +179,40 @@ def _profiles(measured: Measured) -> str:
         ]
         title = f"{_named(row)}: {profile['us']:.0f} us in {profile['launches']:.0f} launches"
         parts += [title, _table(["kernel", "us", "launches", "share"], lines, names=1)]
+    return "\n\n".join(parts)
+
+
+def _itl(measured: Measured) -> str:
+    rows = [row for row in measured.rows if row["p50_ms"] is not None]
+    if not rows:
+        return ""
+    lines = [
+        [
+            row["shape"],
+            row["kv"],
+            f"{context_name(row['prompt'])} in chunks of {row['chunk_size']}",
+            "none" if row["budget_ms"] is None else f"{row['budget_ms']:g}",
+            f"{_figure(row['alone_p50_ms'], '.2f')} / {_figure(row['alone_p99_ms'], '.2f')}",
+            f"{row['p50_ms']:.2f} / {row['p99_ms']:.2f}",
+            f"{row['max_ms']:.2f}",
+            _figure(row["within"], ".1%"),
+            _figure(row["prompt_s"], ".1f"),
+        ]
+        for row in rows
+    ]
+    head = [
+        "shape",
+        "KV",
+        "prompt",
+        "budget ms",
+        "alone",
+        "beside it",
+        "slowest",
+        "within",
+        "first token of the prompt s",
+    ]
+    text = "A stream while a long prompt is computed beside it: from token to token, p50 / p99 in ms."
+    parts = ["### A prompt beside a stream", text, _table(head, lines, names=3), _provenance(measured)]
     return "\n\n".join(parts)
 
 

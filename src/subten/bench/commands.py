@@ -85,3 +85,25 @@ def report(
 
     for path in publish(results, docs):
         print(path)
+
+
+def itl(
+    models: Annotated[str, typer.Argument(metavar="MODEL_OR_SHAPE", help="As for `latency`; separated by commas.")],
+    kv: Annotated[str, typer.Option(help="KV formats, separated by commas.")] = "kv2",
+    prompt: Annotated[str, typer.Option(help="Tokens of the prompt, such as 128k.")] = "128k",
+    chunk_size: Annotated[int, typer.Option(min=1, help="Of the prompt's steps.")] = 256,
+    budget: Annotated[
+        str, typer.Option(help="Milliseconds from token to token, or `none`, separated by commas.")
+    ] = "none,50",
+    streams: Annotated[int, typer.Option(min=1, help="Streams that run beside the prompt.")] = 1,
+    seconds: Annotated[float, typer.Option(min=1, help="After which a prompt is left as it is.")] = 120.0,
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda, or cpu.")] = "auto",
+    commit: Annotated[str | None, typer.Option(help="Commit of the source, where git can't tell.")] = None,
+) -> None:
+    """Tokens of running streams while a long prompt is computed beside them."""
+    from subten.bench.itl import parse_wishes, run_itl
+
+    wishes = parse_wishes(prompt, chunk_size, streams, seconds)
+    if not run_itl(models, kv, budget, wishes, json, device, commit):
+        raise typer.Exit(MISSING_FIGURES)

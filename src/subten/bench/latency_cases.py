@@ -59,12 +59,12 @@ class WatchedMoE:
         self.visited: list[int] = []
         """Of each call, while it was watched."""
 
-    def __call__(self, x: Tensor, weights: MoEWeights) -> Tensor:
+    def __call__(self, x: Tensor, weights: MoEWeights, **options: Any) -> Tensor:
         """See `moe_reference`."""
         if self.watching:
             chosen, _ = route(F.linear(x, weights.router), weights.rule, weights.correction)
             self.visited.append(len(chosen.unique()))
-        output: Tensor = self._moe(x, weights)
+        output: Tensor = self._moe(x, weights, **options)
         return output
 
 
@@ -82,9 +82,9 @@ def with_moe(model: LoadedModel, moe: MoE) -> tuple[LoadedModel, WatchedMoE]:
     return replace(model, kernels=kernels, decoder=Decoder(model.spec, model.decoder.weights, kernels)), watched
 
 
-def _unfused(x: Tensor, weights: MoEWeights) -> Tensor:
+def _unfused(x: Tensor, weights: MoEWeights, **options: Any) -> Tensor:
     in_fp8 = x.is_cuda and weights.gate_up.dtype == E4M3
-    return moe_unfused_fp8(x, weights) if in_fp8 else moe_unfused(x, weights)
+    return moe_unfused_fp8(x, weights, **options) if in_fp8 else moe_unfused(x, weights, **options)
 
 
 def weight_bytes(model: LoadedModel) -> int:

@@ -288,7 +288,7 @@ def _unfused(weights: MoEWeights, x: Tensor, logits: Tensor) -> Call:
 
 def _unfused_fp8(weights: MoEWeights, x: Tensor, logits: Tensor) -> Call:
     """In FP8 throughout."""
-    return partial(moe_unfused_fp8, x, weights, logits=logits[:, : weights.rule.num_experts])
+    return partial(moe_unfused_fp8, x, weights, logits=logits)
 
 
 # --- compiling ahead ---------------------------------------------------------------------------------------------

@@ -48,9 +48,7 @@ def _latency(rows: Sequence[Row], measured: Measured) -> bytes:
     def limit(axes: Any) -> None:
         axes.set_yscale("log")
         axes.axhline(_LIMIT_MS, color=_INK, linewidth=1, linestyle=":")
-        axes.annotate(
-            "10 ms", (0.99, _LIMIT_MS), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8
-        )
+        axes.annotate("10 ms", (0.01, _LIMIT_MS), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
         _plain_numbers(axes.yaxis)
 
     title = f"p99 of a decode step at {context_name(MAIN_CONTEXT)}, ms"
@@ -103,19 +101,20 @@ def _moe(rows: Sequence[Row], measured: Measured) -> bytes:
     figure, panels = _panels(
         "One mixture-of-experts block, time over the floor of reading its experts", shapes, measured
     )
+    ours = list(dict.fromkeys(map(_variant, rows)))
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     for shape, axes in zip(shapes, panels, strict=True):
         own = [row for row in rows if row["shape"] == shape]
         lines: dict[str, dict[int, float]] = {}
         for row in own:
-            name = f"subten, {row['weights']} {row['activations']}"
-            ours = lines.setdefault(name, {})
-            ours[row["tokens"]] = min(ours.get(row["tokens"], float("inf")), row["us"] / row["floor_us"])
+            line = lines.setdefault(_variant(row), {})
+            line[row["tokens"]] = min(line.get(row["tokens"], float("inf")), row["us"] / row["floor_us"])
         for row in own:
             for peer, us in row["peers"].items():
                 lines.setdefault(peer, {})[row["tokens"]] = us / row["floor_us"]
-        names = [name for name in lines if name not in peers] + [name for name in peers if name in lines]
-        for index, name in enumerate(names):
+        for index, name in enumerate([*ours, *peers]):
+            if name not in lines:
+                continue
             axes.plot(
                 *zip(*sorted(lines[name].items()), strict=True),
                 "--" if name in peers else "-",
@@ -133,6 +132,10 @@ def _moe(rows: Sequence[Row], measured: Measured) -> bytes:
     return _png(figure)
 
 
+def _variant(row: Row) -> str:
+    return f"subten, {row['weights']} {row['activations']}"
+
+
 def _attention(rows: Sequence[Row], measured: Measured) -> bytes:
     """A panel for each batch and heads: how many times as fast as torch's fastest attention in 16 bit."""
 
@@ -143,14 +146,16 @@ def _attention(rows: Sequence[Row], measured: Measured) -> bytes:
     title = "Decode attention: speed over torch's fastest in 16 bit (batch x KV heads x group)"
     figure, panels = _panels(title, shapes, measured)
     for name, axes in zip(shapes, panels, strict=True):
-        own = [row for row in rows if shape(row) == name]
-        lines: dict[str, dict[int, float]] = {}
-        for row in own:
-            lines.setdefault(f"{row['format']}, {row['kernel']}", {})[row["context"]] = row["ratio"]
+        # The same order, and so the same colours, in all panels.
+        lines: dict[str, dict[int, float]] = {f"{row['format']}, {row['kernel']}": {} for row in rows}
+        for row in (row for row in rows if shape(row) == name):
+            lines[f"{row['format']}, {row['kernel']}"][row["context"]] = row["ratio"]
             for peer, us in (("FA3, 16 bit", row["fa3_us"]), ("FA3, FP8", row["fa3_fp8_us"])):
                 if us is not None:
                     lines.setdefault(peer, {})[row["context"]] = row["baseline_us"] / us
         for index, (label, line) in enumerate(lines.items()):
+            if not line:
+                continue
             axes.plot(
                 *zip(*sorted(line.items()), strict=True),
                 "--" if label.startswith("FA3") else "-",

@@ -13,7 +13,7 @@ from subten.errors import StorageError
 Row = Mapping[str, Any]
 Machine = Mapping[str, Any]
 
-_LATENCY, _MOE, _ATTENTION = "latency*_h200.json", "moe*_h200.json", "attention_h200.json"
+_LATENCY, _ITL, _MOE, _ATTENTION = "latency*_h200.json", "itl*_h200.json", "moe*_h200.json", "attention_h200.json"
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,14 @@ class Published:
     Attributes:
         steps: `LatencyRow`s.
         largest: `LargestRow`s.
+        itl: `ItlRow`s.
         moe: `MoERow`s.
         attention: `AttentionRow`s.
     """
 
     steps: Measured
     largest: Measured
+    itl: Measured
     moe: Measured
     attention: Measured
 
@@ -55,6 +57,7 @@ class Published:
         if not folder.is_dir():
             raise StorageError(f"there is no folder {folder}; name the one with the result files")
         latency = [_content(path) for path in sorted(folder.glob(_LATENCY))]
+        itl = [_content(path) for path in sorted(folder.glob(_ITL))]
         moe = [_content(path) for path in sorted(folder.glob(_MOE))]
         attention = [_content(path) for path in sorted(folder.glob(_ATTENTION))]
         return cls(
@@ -62,6 +65,12 @@ class Published:
                 latency, "latency", ("shape", "context", "batch", "kv", "moe"), lambda r: r["p50_ms"] is not None
             ),
             _merged(latency, "largest", ("shape", "context", "kv", "moe", "limit_ms"), lambda r: r["note"] is None),
+            _merged(
+                itl,
+                "itl",
+                ("shape", "kv", "prompt", "chunk_size", "streams", "budget_ms"),
+                lambda r: r["note"] is None,
+            ),
             _merged(moe, "moe", ("shape", "tokens", "weights", "activations", "sums"), lambda r: r["us"] is not None),
             _merged(
                 attention,

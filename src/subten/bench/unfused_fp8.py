@@ -15,17 +15,26 @@ from subten.kernels.moe import Experts, MoEWeights, route
 from subten.kernels.moe.packing import E4M3, E4M3_MAX
 
 
-def moe_unfused_fp8(x: Tensor, weights: MoEWeights, *, logits: Tensor | None = None) -> Tensor:
+def moe_unfused_fp8(
+    x: Tensor,
+    weights: MoEWeights,
+    *,
+    logits: Tensor | None = None,
+    residual: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
     """``moe(x, weights)``, see `moe_reference`; for bf16 tokens on a GPU that has torch's scaled grouped GEMM.
 
-    Rows of both products are rounded to e4m3 with a scale each. `logits` [tokens, num_experts] are computed here by
-    default. A CUDA graph can hold it.
+    Rows of both products are rounded to e4m3 with a scale each. A CUDA graph can hold it. The gate of a shared expert
+    has the last column of `logits`.
 
     Raises:
         KernelUnavailableError: weights whose scales do not go by output channel.
     """
-    logits = F.linear(x, weights.router) if logits is None else logits
-    chosen, shares = route(logits, weights.rule, weights.correction)
+    if logits is None:
+        gates = () if weights.shared is None or weights.shared.gate is None else (weights.shared.gate,)
+        logits = F.linear(x, torch.cat([weights.router, *gates]))
+    chosen, shares = route(logits[:, : weights.rule.num_experts], weights.rule, weights.correction)
     order = chosen.flatten().argsort(stable=True)
     numbers = torch.arange(weights.rule.num_experts, device=x.device)
     ends = torch.searchsorted(chosen.flatten()[order], numbers, right=True).int()
@@ -36,9 +45,9 @@ def moe_unfused_fp8(x: Tensor, weights: MoEWeights, *, logits: Tensor | None = N
     if weights.shared is not None:
         everyone = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
         shared = _visit(x, weights.shared.expert, everyone).float()
-        gate = weights.shared.gate
-        output += shared if gate is None else torch.sigmoid(F.linear(x, gate).float()) * shared
-    return output.to(x.dtype)
+        output += shared if weights.shared.gate is None else torch.sigmoid(logits[:, -1:].float()) * shared
+    output = output.to(x.dtype) * factor
+    return output if residual is None else residual + output
 
 
 def _visit(rows: Tensor, experts: Experts, ends: Tensor) -> Tensor:

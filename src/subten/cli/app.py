@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from subten import __version__
-from subten.bench.commands import latency, report
+from subten.bench.commands import itl, latency, report
 from subten.cli.agent_check import agent_check
 from subten.cli.agent_sandbox import agent_build_image, agent_doctor
 from subten.cli.calibrate import calibrate
@@ -34,6 +34,7 @@ agent.command("check")(agent_check)
 agent.command("doctor")(agent_doctor)
 agent.command("build-image")(agent_build_image)
 bench.command("latency")(latency)
+bench.command("itl")(itl)
 bench.command("report")(report)
 evaluations.command("kv")(eval_kv)
 evaluations.command("retrieval")(eval_retrieval)
