@@ -20,7 +20,6 @@ from subten.errors import KernelUnavailableError
 from subten.formats.layout import PageLayout
 from subten.kernels.attention.device_cache import CODED_AHEAD, refusal
 from subten.kernels.attention.gluon_plan import why_not_gluon
-from subten.kernels.moe.inputs import MoEWeights
 from subten.kernels.moe.plan import size_refusal
 
 log = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ class Kernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     linear: Callable[..., Tensor]
-    moe: Callable[[Tensor, MoEWeights], Tensor]
+    moe: Callable[..., Tensor]
     dense_attention: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
     chosen: Mapping[str, str]
     """Operation -> name of its implementation."""
@@ -141,6 +140,16 @@ def _no_triton_moe(use: Use) -> str | None:
     return next((reason for sizes in use.experts if (reason := size_refusal(*sizes))), None)
 
 
+def _no_triton_linear(use: Use) -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.cuda.get_device_capability(use.device) < (8, 0):
+        return "it needs compute capability 8.0 or more"
+    if use.dtype not in (None, torch.bfloat16, torch.float16):
+        return f"it multiplies in 16 bit, and the model in {str(use.dtype).removeprefix('torch.')}"
+    return None
+
+
 def _no_gluon(use: Use) -> str | None:
     if torch.cuda.get_device_capability(use.device) != (9, 0):
         return "it is written for compute capability 9.0"
@@ -150,6 +159,13 @@ def _no_gluon(use: Use) -> str | None:
 REGISTRY: tuple[Implementation, ...] = (
     _reference("rms_norm", "subten.kernels.norm.rms_norm_reference"),
     _reference("rope", "subten.kernels.rope.rope_reference"),
+    Implementation(
+        "linear",
+        "triton",
+        frozenset({"cuda"}),
+        partial(_load, "subten.kernels.linear.triton_linear.LINEAR"),
+        _no_triton_linear,
+    ),
     _reference("linear", "subten.kernels.linear.reference.linear_reference"),
     _moe("triton", "cuda", "subten.kernels.moe.triton_moe.MOE", _no_triton_moe),
     _moe("unfused", "cuda", "subten.kernels.moe.unfused.moe_unfused"),

@@ -23,14 +23,22 @@ class TritonMoE:
         self._plans: dict[tuple[MoEShape, int, torch.device], MoEPlan] = {}
         self._scratch: dict[tuple[torch.device, int], MoEScratch] = {}
 
-    def __call__(self, x: Tensor, weights: MoEWeights) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        weights: MoEWeights,
+        *,
+        logits: Tensor | None = None,
+        residual: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> Tensor:
         """Up to `MAX_TOKENS` tokens in one launch behind the router's product, more through grouped GEMMs.
 
         Raises:
             KernelUnavailableError: the experts are of a kind that the kernel does not serve.
         """
         if len(x) > MAX_TOKENS:
-            return moe_unfused(x, weights)
+            return moe_unfused(x, weights, logits=logits, residual=residual, factor=factor)
         blocks = (weights.experts, *([weights.shared.expert] if weights.shared else []))
         reason = next((reason for reason in map(refusal, blocks) if reason), None) or _no_fp8(weights)
         if reason is not None:
@@ -38,7 +46,8 @@ class TritonMoE:
         if not len(x):
             return torch.empty_like(x)
         plan = self.plan(MoEShape.of(weights), len(x), x.device)
-        return moe_decode(x, weights, plan, self._scratch_of(weights, x.device))
+        scratch = self._scratch_of(weights, x.device)
+        return moe_decode(x, weights, plan, scratch, logits=logits, residual=residual, factor=factor)
 
     def plan(self, shape: MoEShape, tokens: int, device: torch.device) -> MoEPlan:
         """How the launch for so many tokens is split."""
