@@ -22,6 +22,7 @@ from subten.kernels.moe.packing import E4M3
 from subten.kernels.moe.plan import MAX_TOKENS
 from subten.kernels.moe.unfused import moe_unfused
 from subten.models.decoder import Decoder
+from subten.models.weights import pack_experts
 
 MoE = Literal["fused", "unfused"]
 """The kernel that the engine chooses, or the pipeline of several launches."""
@@ -50,6 +51,9 @@ class LatencyCase:
     batch: int
 
 
+_ONE_LAUNCH = ("gluon", "triton")
+
+
 class WatchedMoE:
     """A mixture of experts that tells how many different experts its tokens visit, while somebody wants to know."""
 
@@ -69,17 +73,21 @@ class WatchedMoE:
 
 
 def with_moe(model: LoadedModel, moe: MoE) -> tuple[LoadedModel, WatchedMoE]:
-    """The same weights with their experts computed in another way, and who watches it.
+    """The same weights with their experts computed in another way, and who watches it. "fused" may put them into
+    another form, in place: "unfused" comes first.
 
     Raises:
         KernelUnavailableError: the engine has no fused kernel for this model on this GPU.
     """
     kernels = model.kernels
-    if moe == "fused" and model.device.type == "cuda" and kernels.chosen["moe"] != "triton":
+    if moe == "fused" and model.device.type == "cuda" and kernels.chosen["moe"] not in _ONE_LAUNCH:
         raise KernelUnavailableError(f"the engine computes these experts with the {kernels.chosen['moe']} kernel")
     watched = WatchedMoE(kernels.moe if moe == "fused" else _unfused)
     kernels = replace(kernels, moe=watched)
-    return replace(model, kernels=kernels, decoder=Decoder(model.spec, model.decoder.weights, kernels)), watched
+    weights = model.decoder.weights
+    if moe == "fused":
+        weights = pack_experts(weights, kernels.pack_experts)
+    return replace(model, kernels=kernels, decoder=Decoder(model.spec, weights, kernels)), watched
 
 
 def _unfused(x: Tensor, weights: MoEWeights, **options: Any) -> Tensor:

@@ -107,7 +107,7 @@ class LatencyOptions:
         cases = [
             LatencyCase(shape, cast("MoE", kind), fmt, tokens, size)
             for shape in shapes
-            for kind in kinds
+            for kind in sorted(kinds, reverse=True)  # "unfused" first, see `with_moe`
             for tokens in contexts
             for fmt in formats
             for size in batches
