@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_TOKENS = 64
-"""Of one launch. Beyond, tokens are many enough for the matrix products of a library."""
-
 LANES = 4
 """Warps of a program; each takes a quarter of the columns of its rows, and the four sums are added up in pairs. A
 tile of the tensor core has 16 rows at least: with warps below each other, 2048 output channels would be 32 programs
