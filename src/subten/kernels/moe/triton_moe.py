@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from subten.errors import KernelUnavailableError
+from subten.kernels.launches import padded
 from subten.kernels.moe.inputs import MoEWeights
 from subten.kernels.moe.packing import E4M3
 from subten.kernels.moe.plan import MAX_TOKENS, Activations, MoEPlan, MoEShape, Sums, plan_moe, refusal
@@ -50,7 +51,8 @@ class TritonMoE:
         return moe_decode(x, weights, plan, scratch, logits=logits, residual=residual, factor=factor)
 
     def plan(self, shape: MoEShape, tokens: int, device: torch.device) -> MoEPlan:
-        """How the launch for so many tokens is split."""
+        """How the launch for so many tokens is split: as that for a few more, lest every number compile a kernel."""
+        tokens = padded(tokens)
         key = shape, tokens, device
         if key not in self._plans:
             activations = self.activations if shape.scales != "none" else "16bit"
