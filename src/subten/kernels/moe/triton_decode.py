@@ -452,7 +452,7 @@ def _finish(
         tl.store(sums + at, tl.zeros([BLOCK], sums.dtype.element_ty), mask=at < tokens * HIDDEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def decode_kernel(
     x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up, shared_gate_up_scale,
     shared_down, shared_down_scale, sums, broken, counters, residual, out, tokens, x_stride, logits_stride, factor,
