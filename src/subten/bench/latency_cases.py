@@ -11,11 +11,11 @@ from typing import Any, Literal
 from torch import Tensor
 
 from subten.bench.unfused_fp8 import moe_unfused_fp8
-from subten.engine.graphs import sizes
 from subten.engine.loading import LoadedModel
 from subten.errors import KernelUnavailableError
 from subten.formats import KVFormat, PageLayout
 from subten.kernels.attention.cost import attention_bytes
+from subten.kernels.launches import sizes
 from subten.kernels.moe import MoEWeights, route
 from subten.kernels.moe.packing import E4M3
 from subten.kernels.moe.plan import MAX_TOKENS
