@@ -104,8 +104,8 @@ class Image:
         return _cpio(("dev", "proc", "sys", "lower", "upper", "root", "modules"), files)
 
 
-# fault_around_bytes: of a program's file so much is mapped at the first touch, and unmapped at its end. The kernel's own
-# choice, 64 KiB, is more work than it saves where programs are as short as most commands.
+# fault_around_bytes: of a program's file so much is mapped at the first touch, and unmapped at its end. The kernel's
+# own choice, 64 KiB, is more work than it saves where programs are as short as most commands.
 _INIT = """#!/busybox sh
 set -e
 /busybox mount -t devtmpfs dev /dev

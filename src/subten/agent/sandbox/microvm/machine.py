@@ -59,8 +59,8 @@ class Accelerator:
 
 
 TCG = Accelerator("TCG", "tcg,thread=single,tb-size=64", "qemu64,+arat")
-"""`arat`: the timer of the processor goes on while it sleeps. Without it the guest's kernel asks for 250 ticks a second
-for ever, and a clone that only waits takes some 5 % of a core."""
+"""`arat`: the timer of the processor goes on while it sleeps. Without it the guest's kernel asks for 250 ticks a
+second for ever, and a clone that only waits takes some 5 % of a core."""
 
 
 @dataclass(frozen=True)
