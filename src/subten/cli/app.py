@@ -9,6 +9,7 @@ import typer
 
 from subten import __version__
 from subten.cli.agent_check import agent_check
+from subten.cli.agent_mcp import agent_mcp
 from subten.cli.agent_sandbox import agent_build_image, agent_doctor
 from subten.cli.calibrate import calibrate
 from subten.cli.demo import demo
@@ -31,6 +32,7 @@ agent = typer.Typer(help="Judge what agents want to run, and run it apart.", ric
 agent.command("check")(agent_check)
 agent.command("doctor")(agent_doctor)
 agent.command("build-image")(agent_build_image)
+agent.command("mcp")(agent_mcp)
 evaluations.command("kv")(eval_kv)
 evaluations.command("retrieval")(eval_retrieval)
 evaluations.command("generate")(eval_generate)
