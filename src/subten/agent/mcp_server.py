@@ -6,6 +6,7 @@ is thrown away afterwards; what it changed comes back as a diff. Nothing is ever
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -273,7 +274,7 @@ def serve(
     listener = None if port is None else _listen(port)
     with open_template(tier, workspace) as template, Pool(template, clones) as pool:
         server = build_server(Tools(policy, pool, workspace), clones)
-        where = f"http://{_LOCALHOST}:{port}/mcp" if listener else "standard input and output"
+        where = f"http://{_LOCALHOST}:{listener.getsockname()[1]}/mcp" if listener else "standard input and output"
         say(f"MCP server on {where}; sandboxes: {template.tier}")
         if listener is None:
             anyio.run(server.run_stdio_async)
@@ -284,8 +285,11 @@ def serve(
 def _listen(port: int) -> socket.socket:
     try:
         return socket.create_server((_LOCALHOST, port))
-    except (OSError, OverflowError) as error:
-        raise ParameterError(f"port {port} can't be listened on: {getattr(error, 'strerror', error)}") from error
+    except OverflowError as error:
+        raise ParameterError(f"--http is {port}; a port is at most 65535") from error
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ParameterError(f"port {port} can't be listened on: {reason}") from error
 
 
 def _serve_http(server: MCPServer[Any], listener: socket.socket) -> None:
