@@ -104,17 +104,11 @@ class Image:
         return _cpio(("dev", "proc", "sys", "lower", "upper", "root", "modules"), files)
 
 
-# fault_around_bytes: of a program's file so much is mapped at the first touch, and unmapped at its end. The kernel's
-# own choice, 64 KiB, is more work than it saves where programs are as short as most commands.
 _INIT = """#!/busybox sh
 set -e
 /busybox mount -t devtmpfs dev /dev
 /busybox mount -t proc proc /proc
 /busybox mount -t sysfs sys /sys
-if /busybox mount -t debugfs debug /lower; then
-  echo 16384 > /lower/fault_around_bytes || true
-  /busybox umount /lower
-fi
 for module in {modules}; do /busybox insmod /$module; done
 for try in $(/busybox seq 200); do [ -b /dev/vda ] && break; /busybox usleep 10000; done
 /busybox mount -t erofs -o ro /dev/vda /lower
