@@ -6,12 +6,14 @@ is thrown away afterwards; what it changed comes back as a diff. Nothing is ever
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -31,6 +33,7 @@ MAX_SECONDS = 600.0
 MAX_FILES, MAX_FILES_BYTES = 1000, 8 << 20
 MAX_DIFF = 1 << 18
 _OUTPUT_BYTES = 1 << 18
+_INTERRUPTED = 130
 _LOCALHOST = "127.0.0.1"
 _ABOUT = (
     "Judge shell commands by the user's policy with validate_command, and run them with run_in_sandbox: in a copy of "
@@ -257,7 +260,7 @@ def serve(
     port: int | None,
     say: Callable[[str], None],
 ) -> None:
-    """Serve until the client is gone.
+    """Serve until the client is gone; ends the process on SIGINT and SIGTERM. For the main thread.
 
     Args:
         policy: what may be run.
@@ -272,7 +275,7 @@ def serve(
         SandboxError: no sandbox works.
     """
     listener = None if port is None else _listen(port)
-    with open_template(tier, workspace) as template, Pool(template, clones) as pool:
+    with open_template(tier, workspace) as template, _ended_by_signals(template), Pool(template, clones) as pool:
         server = build_server(Tools(policy, pool, workspace), clones)
         where = f"http://{_LOCALHOST}:{listener.getsockname()[1]}/mcp" if listener else "standard input and output"
         say(f"MCP server on {where}; sandboxes: {template.tier}")
@@ -280,6 +283,25 @@ def serve(
             anyio.run(server.run_stdio_async)
         else:
             _serve_http(server, listener)
+
+
+@contextlib.contextmanager
+def _ended_by_signals(template: Template) -> Iterator[None]:
+    """SIGINT and SIGTERM end this process at once, where a thread that reads the standard input would hold it up.
+
+    The sandboxes die with it; the template's files are removed.
+    """
+
+    def leave(number: int, _frame: object) -> NoReturn:
+        template.close()
+        os._exit(_INTERRUPTED if number == signal.SIGINT else 0)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _listen(port: int) -> socket.socket:

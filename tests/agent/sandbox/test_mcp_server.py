@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -322,6 +323,33 @@ def test_only_the_protocol_is_on_stdout(process_template: ProcessTemplate) -> No
         server.wait()
         for stream in (server.stdin, server.stdout, server.stderr):
             stream.close()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_signals_end_it_and_leave_nothing(
+    process_template: ProcessTemplate, tmp_path: Path, number: int, status: int
+) -> None:
+    server = subprocess.Popen(
+        [*COMMAND, "--tier", "process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**environment(), "TMPDIR": str(tmp_path)},
+    )
+    assert server.stdin is not None
+    assert server.stderr is not None
+    try:
+        assert b"MCP server on standard input and output" in server.stderr.readline()
+        assert list(tmp_path.iterdir())
+        server.send_signal(number)
+        assert server.wait(20) == status
+        assert server.stderr.read() == b""
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        server.kill()
+        server.wait()
+        server.stdin.close()
+        server.stderr.close()
 
 
 def test_over_http(process_template: ProcessTemplate, refused: Refused) -> None:
