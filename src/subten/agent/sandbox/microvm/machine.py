@@ -36,7 +36,7 @@ _KERNEL_LINE = " ".join(
         # translated once, not at each start. Guests are thrown away and hold nothing to protect.
         "norandmaps mitigations=off init_on_alloc=0 randomize_kstack_offset=off",
         # What no guest uses and every start of a program would pay for.
-        "audit=0 apparmor=0 lsm=capability cgroup_disable=memory transparent_hugepage=never psi=0 noautogroup",
+        "audit=0 apparmor=0 lsm=capability cgroup_disable=memory transparent_hugepage=never psi=0",
     )
 )
 
