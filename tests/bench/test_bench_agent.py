@@ -17,6 +17,7 @@ FIGURES = {
         "tier",
         "clone_ms",
         "first_output_ms",
+        "taken_ms",
         "exec_ms",
         "exec_ms_p99",
         "parallel_ms",

@@ -81,8 +81,9 @@ def run_agent(clones: int, commands: int, path: Path | None, say: Callable[[str]
         booted = f"cold boot {row['boot_ms']:.0f} ms, " if "boot_ms" in row else ""
         print(
             f"{row['tier']}: {booted}clone {row['clone_ms']:.1f} ms, first output {row['first_output_ms']:.1f} ms, "
-            f"command {row['exec_ms']:.2f} ms (p99 {row['exec_ms_p99']:.2f}), 8 at once {row['parallel_ms']:.0f} ms, "
-            f"memory {row['memory_mib']} MiB"
+            f"out of a pool {row['taken_ms']:.1f} ms, "
+            f"command {row['exec_ms']:.2f} ms (p99 {row['exec_ms_p99']:.2f}), "
+            f"8 at once {row['parallel_ms']:.0f} ms, memory {row['memory_mib']} MiB"
         )
     print(f"policy: {result['policy']['decisions_per_second']:.0f} decisions per second")
     if file is not None:

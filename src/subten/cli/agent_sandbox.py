@@ -33,6 +33,7 @@ def agent_doctor(
             figures = finding.figures
             print(
                 f"    clone {figures.clone_ms:.0f} ms, first output {figures.first_output_ms:.0f} ms, "
+                f"out of a pool {figures.taken_ms:.0f} ms, "
                 f"a command {figures.exec_ms:.1f} ms (p99 {figures.exec_ms_p99:.1f}), "
                 f"8 clones at once {figures.parallel_ms:.0f} ms",
                 flush=True,

@@ -10,6 +10,7 @@ import typer
 from subten import __version__
 from subten.bench.commands import itl, latency, report
 from subten.cli.agent_check import agent_check
+from subten.cli.agent_mcp import agent_mcp
 from subten.cli.agent_sandbox import agent_build_image, agent_doctor
 from subten.cli.calibrate import calibrate
 from subten.cli.demo import demo
@@ -36,6 +37,7 @@ agent.command("build-image")(agent_build_image)
 bench.command("latency")(latency)
 bench.command("itl")(itl)
 bench.command("report")(report)
+agent.command("mcp")(agent_mcp)
 evaluations.command("kv")(eval_kv)
 evaluations.command("retrieval")(eval_retrieval)
 evaluations.command("generate")(eval_generate)

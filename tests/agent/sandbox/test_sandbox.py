@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from subten.agent.sandbox import Clone, Limits, MicroVMTemplate, Output, Pool, Template
+from subten.agent.sandbox import Clone, Limits, MicroVMTemplate, Output, Pool, Result, Template
 from subten.errors import ParameterError, SandboxError
 
 
@@ -157,6 +157,37 @@ def test_pool(template: Template) -> None:
             clone.kill()
     with pytest.raises(SandboxError, match="pool was closed"):
         pool.take()
+
+
+def test_a_pools_clone_has_run_a_command(template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, object]] = []
+    run = Clone.exec
+
+    def record(clone: Clone, command: str) -> Result:
+        ran.append((clone.name, command))
+        return run(clone, command)
+
+    monkeypatch.setattr(Clone, "exec", record)
+    with Pool(template, 1) as pool:
+        pool.wait()
+        with pool.take() as clone:
+            assert ran[0] == (clone.name, "true")
+
+
+def test_a_clone_that_can_not_run_a_command_is_not_kept(
+    process_template: Template, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Clone] = []
+
+    def fail(clone: Clone, command: str) -> Result:
+        started.append(clone)
+        raise SandboxError("it is broken")
+
+    monkeypatch.setattr(Clone, "exec", fail)
+    with Pool(process_template, 1) as pool, pytest.raises(SandboxError, match="it is broken"):
+        pool.take()
+    assert started
+    assert not any(clone.alive for clone in started)
 
 
 def test_pool_says_why_there_are_no_clones(process_template: Template, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from subten.agent.sandbox.interface import Clone, Template
+from subten.agent.sandbox.pool import Pool
 from subten.errors import SandboxError
 
 _COMMAND = "echo ready"
@@ -24,6 +25,7 @@ class Figures:
         tier: what kind of sandbox.
         clone_ms: from the call to a clone that was given its clock and identity.
         first_output_ms: from the same call to the first output of the first command.
+        taken_ms: from taking a clone out of a pool that has one ready to the first output of its first command.
         exec_ms: one command in a clone that has run some, from the call to its result.
         exec_ms_p99: the 99th percentile of that.
         parallel_ms: eight clones started at once and each asked for output, until the last has answered.
@@ -34,6 +36,7 @@ class Figures:
     tier: str
     clone_ms: float
     first_output_ms: float
+    taken_ms: float
     exec_ms: float
     exec_ms_p99: float
     parallel_ms: float
@@ -62,10 +65,12 @@ def measure(template: Template, clones: int = 5, commands: int = 50) -> Figures:
             _answer(clone)
         commands_took = [_seconds(lambda: _answer(clone)) for _ in range(commands)]
         memory = _memory_mib(clone.process_id)
+    taken = [_take(template) for _ in range(clones)]
     return Figures(
         tier=template.tier,
         clone_ms=_ms(statistics.median(starts)),
         first_output_ms=_ms(statistics.median(firsts)),
+        taken_ms=_ms(statistics.median(taken)),
         exec_ms=_ms(statistics.median(commands_took)),
         exec_ms_p99=_ms(statistics.quantiles(commands_took, n=100, method="inclusive")[98]),
         parallel_ms=_ms(_seconds(lambda: _at_once(template))),
@@ -81,6 +86,15 @@ def _at_once(template: Template) -> None:
 
     with ThreadPoolExecutor(_PARALLEL) as threads:
         list(threads.map(start, range(_PARALLEL)))
+
+
+def _take(template: Template) -> float:
+    with Pool(template, 1) as pool:
+        pool.wait()
+        began = time.perf_counter()
+        with pool.take() as clone:
+            _answer(clone)
+            return time.perf_counter() - began
 
 
 def _answer(clone: Clone) -> None:

@@ -1,4 +1,8 @@
-"""Clones kept ready, so that taking one costs no start."""
+"""Clones kept ready, so that taking one costs no start.
+
+Each has run a command before it is handed out. Under TCG that is most of the time until a clone's first output: by
+then the guest's kernel, its agent and its shell are translated.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +62,11 @@ class Pool:
                 continue  # it died while it waited
             return clone
 
+    def wait(self) -> None:
+        """Until all are ready, or one could not be started."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._ready) == self._size or self._failure or self._closed)
+
     def close(self) -> None:
         """End the clones that nobody has taken. May be called again."""
         with self._changed:
@@ -76,7 +85,7 @@ class Pool:
                 if self._closed:
                     return
             try:
-                clone = self._template.clone()
+                clone = self._start()
             except SandboxError as error:
                 with self._changed:
                     self._failure = error
@@ -85,6 +94,15 @@ class Pool:
             with self._changed:
                 self._ready.append(clone)
                 self._changed.notify_all()
+
+    def _start(self) -> Clone:
+        clone = self._template.clone()
+        try:
+            clone.exec("true")
+        except BaseException:
+            clone.kill()
+            raise
+        return clone
 
     def __enter__(self) -> Self:
         return self

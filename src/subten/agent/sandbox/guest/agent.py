@@ -39,6 +39,7 @@ NEVER_EXPORTED = frozenset({".git"})
 """Folders whose content would run code on the host (hooks), by name at any depth."""
 
 _BURIAL_SECONDS = 2
+_PRIORITY = os.sched_param(0)
 _WIDE_PIPE = 1 << 20
 _SET_DUMPABLE, _SET_NO_NEW_PRIVS = 4, 38  # linux/prctl.h
 _ADD_ENTROPY, _RESEED = 0x40085203, 0x5207  # linux/random.h: RNDADDENTROPY, RNDRESEEDCRNG
@@ -58,6 +59,7 @@ class Stream:
         self.descriptor = descriptor
         self._patient = patient
         self._buffer = b""
+        self._held = b""
 
     @property
     def pending(self) -> bool:
@@ -73,9 +75,20 @@ class Stream:
         kind, length = HEADER.unpack(self._exactly(HEADER.size))
         return kind, self._exactly(length)
 
+    def hold(self, kind: bytes, payload: bytes) -> None:
+        """A frame that may go out with the next one: each write is an exit to the host."""
+        self._held += HEADER.pack(kind, len(payload)) + payload
+        if len(self._held) > CHUNK:
+            self.flush()
+
     def send(self, kind: bytes, payload: bytes) -> None:
-        """Write one frame; waits while the host does not read."""
-        rest = memoryview(HEADER.pack(kind, len(payload)) + payload)
+        """Write one frame, after those on hold; waits while the host does not read."""
+        self._held += HEADER.pack(kind, len(payload)) + payload
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is on hold."""
+        rest, self._held = self._held, b""
         while rest:
             try:
                 rest = rest[os.write(self.descriptor, rest) :]
@@ -113,6 +126,10 @@ class Agent:
         os.set_blocking(wake, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self._poller = select.poll()
+        self._poller.register(stream.descriptor, select.POLLIN)
+        self._poller.register(self._woken, select.POLLIN)
+        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._requests: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "ping": lambda _: {},
             "exec": self._exec,
@@ -126,18 +143,23 @@ class Agent:
     def serve(self) -> NoReturn:
         """Never returns; raises HostGoneError."""
         self._stream.send(b"r", b"{}")
-        poller = select.poll()
-        poller.register(self._stream.descriptor, select.POLLIN)
-        poller.register(self._woken, select.POLLIN)
         while True:
-            ready = {descriptor for descriptor, _ in poller.poll(0 if self._stream.pending else None)}
-            self._reap()
-            if self._stream.descriptor not in ready and not self._stream.pending:
+            ready = self._wait()
+            if self._woken in ready:
+                self._reap()
+            if self._stream.descriptor not in ready:
                 continue
             kind, payload = self._stream.receive()
             if kind == b"q":
                 self._answer(json.loads(payload))
             # Anything else is left over from a request that has ended, such as `k` for a command that was quicker.
+
+    def _wait(self) -> list[int]:
+        """Descriptors with something to read; waits until there is one."""
+        if not self._stream.pending:
+            return [descriptor for descriptor, _ in self._poller.poll()]
+        ready = [descriptor for descriptor, _ in self._poller.poll(0)]
+        return ready if self._stream.descriptor in ready else [*ready, self._stream.descriptor]
 
     def _answer(self, request: dict[str, Any]) -> None:
         try:
@@ -149,8 +171,7 @@ class Agent:
     # Commands
 
     def _exec(self, request: dict[str, Any]) -> dict[str, Any]:
-        stdin = os.memfd_create("stdin")
-        self._collect(stdin)
+        stdin = self._input()
         out, out_end = os.pipe2(os.O_CLOEXEC)
         err, err_end = os.pipe2(os.O_CLOEXEC)
         began = time.monotonic()
@@ -160,22 +181,26 @@ class Agent:
                 request["argv"][0],
                 request["argv"],
                 request["env"],
-                file_actions=[
-                    (os.POSIX_SPAWN_DUP2, end, target) for target, end in enumerate((stdin, out_end, err_end))
-                ],
+                file_actions=(
+                    (os.POSIX_SPAWN_DUP2, stdin, 0),
+                    (os.POSIX_SPAWN_DUP2, out_end, 1),
+                    (os.POSIX_SPAWN_DUP2, err_end, 2),
+                ),
                 resetids=True,
                 setsid=True,
                 setsigmask=(),
                 setsigdef=(signal.SIGPIPE, signal.SIGCHLD),
+                scheduler=(os.SCHED_OTHER, _PRIORITY),
             )
         except OSError as error:
             os.close(out)
             os.close(err)
             raise OSError(error.errno, error.strerror, error.filename or request["argv"][0]) from None
         finally:
-            os.chdir("/")
-            for descriptor in (stdin, out_end, err_end):
-                os.close(descriptor)
+            os.close(out_end)
+            os.close(err_end)
+            if stdin != self._nothing:
+                os.close(stdin)
         outputs = {out: _Output(b"1"), err: _Output(b"2")}
         try:
             status, killed = self._follow(child, outputs, request["output_bytes"])
@@ -191,30 +216,34 @@ class Agent:
 
     def _follow(self, child: int, outputs: dict[int, _Output], budget: int) -> tuple[int, bool]:
         """Pass output on until the command ends, what background processes still hold open not awaited."""
-        poller = select.poll()
-        for descriptor in (self._stream.descriptor, self._woken, *outputs):
-            poller.register(descriptor, select.POLLIN)
         status: int | None = None
         killed = False
+        followed = set(outputs)
         for descriptor in outputs:
             os.set_blocking(descriptor, False)
-        while status is None:
-            events = [descriptor for descriptor, _ in poller.poll(0 if self._stream.pending else None)]
-            if self._stream.pending:
-                events.append(self._stream.descriptor)
-            for descriptor in dict.fromkeys(events):
-                if descriptor == self._stream.descriptor:
-                    killed = self._stream.receive()[0] == b"k" or killed
-                    if killed:
-                        os.kill(-1, signal.SIGKILL)
-                elif descriptor in outputs:
-                    sent, ended = outputs[descriptor].forward(descriptor, self._stream, budget)
-                    budget -= sent
-                    if ended:
-                        poller.unregister(descriptor)
-            status = self._reap().get(child)
-        for descriptor, output in outputs.items():
+            self._poller.register(descriptor, select.POLLIN)
+        try:
+            while status is None:
+                self._stream.flush()
+                for descriptor in self._wait():
+                    if descriptor == self._woken:
+                        status = self._reap().get(child)
+                    elif descriptor in outputs:
+                        sent, ended = outputs[descriptor].forward(descriptor, self._stream, budget)
+                        budget -= sent
+                        if ended:
+                            followed.remove(descriptor)
+                            self._poller.unregister(descriptor)
+                    else:
+                        killed = self._stream.receive()[0] == b"k" or killed
+                        if killed:
+                            os.kill(-1, signal.SIGKILL)
+        finally:
+            for descriptor in followed:
+                self._poller.unregister(descriptor)
+        for descriptor in followed:
             # What is in the pipe when the command has ended belongs to it; more than one pipe holds does not.
+            output = outputs[descriptor]
             for _ in range(_pipe_size(descriptor) // CHUNK + 1):
                 sent, ended = output.forward(descriptor, self._stream, budget)
                 budget -= sent
@@ -362,10 +391,17 @@ class Agent:
                     file.write(f"{text}\n")
         return {}
 
-    def _collect(self, file: int) -> None:
-        while (frame := self._stream.receive())[0] != b"e":
-            _write(file, frame[1])
+    def _input(self) -> int:
+        """A file with the input that the host sends."""
+        kind, payload = self._stream.receive()
+        if kind == b"e":
+            return self._nothing
+        file = os.memfd_create("stdin")
+        while kind != b"e":
+            _write(file, payload)
+            kind, payload = self._stream.receive()
         os.lseek(file, 0, os.SEEK_SET)
+        return file
 
 
 class _Output:
@@ -388,7 +424,7 @@ class _Output:
                 part = os.read(descriptor, CHUNK)
                 count, sent = len(part), min(len(part), budget)
                 if sent:
-                    stream.send(self._kind, part[:sent])
+                    stream.hold(self._kind, part[:sent])
             else:
                 if not self._wide:
                     # Who writes this much is not to be woken for every 64 KiB of it.
@@ -503,6 +539,9 @@ def main(arguments: list[str]) -> None:
         os.set_inheritable(stream.descriptor, False)
     else:
         stream = Stream(os.open(where, os.O_RDWR | os.O_CLOEXEC), patient=True)
+        # On a processor of its own with commands: the first byte of a command must not take it away from the command,
+        # which has ended by the time that it is scheduled out, and all that is left to do is done at once.
+        os.sched_setscheduler(0, os.SCHED_BATCH, _PRIORITY)
     _settle(int(user), json.loads(limits))
     with contextlib.suppress(HostGoneError, BrokenPipeError):
         Agent(stream, int(user)).serve()

@@ -21,7 +21,7 @@ from subten.agent.sandbox.guest import agent as guest_agent
 from subten.config import home
 from subten.errors import SandboxError
 
-RECIPE = 1
+RECIPE = 2
 """Grows when an image built by an older version no longer fits; such images are built again."""
 
 PACKAGES = (
@@ -182,6 +182,7 @@ def build_image(say: Callable[[str], None] = lambda _: None) -> Image:
         _take_kernel(kernel, work / "kernel-tree", built)
         say("writing the root file system")
         _dress(tree)
+        _index(tree)
         _compile_python(tree)
         _run("mkfs.erofs", "--all-root", "-T0", "--quiet", "--", str(built / "root.erofs"), str(tree))
         versions = dict(sorted(_name_and_version(package) for package in (*packages, kernel)))
@@ -307,12 +308,27 @@ def _dress(tree: Path) -> None:
             path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o700)
 
 
+def _of_guest(tree: Path, program: Path) -> list[str]:
+    """How to run one of the guest's programs here, with its own libraries."""
+    loader = next((tree / "usr/lib64").glob("ld-linux-*"), None) or next((tree / "usr/lib").glob("ld-linux-*"))
+    libraries = ":".join(str(path) for path in (tree / "usr/lib").glob("*-linux-gnu"))
+    return [str(loader), "--library-path", libraries, str(program)]
+
+
+def _index(tree: Path) -> None:
+    """What starting a program reads: where libraries are, and all of the locale in one file instead of twelve.
+
+    Without the first, every library of every program is looked for in eight folders.
+    """
+    _run(str(tree / "usr/sbin/ldconfig"), "-r", str(tree))
+    archive = [*_of_guest(tree, tree / "usr/bin/localedef"), "--prefix", str(tree), "--add-to-archive"]
+    _run(*archive, *(str(path) for path in (tree / "usr/lib/locale").iterdir() if path.is_dir()))
+
+
 def _compile_python(tree: Path) -> None:
     """Byte code beside Python's modules, as installing would have written it, by the guest's own Python."""
-    loader = next((tree / "usr/lib64").glob("ld-linux-*"), None) or next((tree / "usr/lib").glob("ld-linux-*"))
     python = next((tree / "usr/bin").glob("python3.[0-9]*"))
-    libraries = ":".join(str(path) for path in (tree / "usr/lib").glob("*-linux-gnu"))
-    start = ["env", f"PYTHONHOME={tree}/usr", str(loader), "--library-path", libraries, str(python), "-S", "-m"]
+    start = ["env", f"PYTHONHOME={tree}/usr", *_of_guest(tree, python), "-S", "-m"]
     # The root file system keeps no times, by which byte code would be checked otherwise.
     options = ["compileall", "-q", "--invalidation-mode", "unchecked-hash", "-s", str(tree), "-p", "/"]
     _run(*start, *options, *(str(path) for path in (tree / "usr/lib").glob("python3*")))
