@@ -14,7 +14,7 @@ ENVIRONMENT: Mapping[str, str] = {"PYTHONDONTWRITEBYTECODE": "1"}
 _OUTPUT_CHARACTERS = 2000
 _PYTEST = re.compile(r"(\d+) (passed|failed|errors?)\b")
 _UNITTEST = re.compile(r"^Ran (\d+) tests? in ", re.MULTILINE)
-_UNITTEST_BAD = re.compile(r"(failures|errors)=(\d+)")
+_UNITTEST_BAD = re.compile(r"^(?:FAIL|ERROR): (\S+ \([^)]*\))", re.MULTILINE)
 _ALMOST = 0.999
 """The most that a check which failed is worth, whatever it counted."""
 
@@ -94,8 +94,8 @@ def count_tests(printed: str) -> tuple[int, int] | None:
     if not ran:
         return None
     tests = int(ran[-1][1])
-    bad = sum(int(number) for _, number in _UNITTEST_BAD.findall(printed[ran[-1].end() :]))
-    return max(0, tests - bad), tests
+    # A test counts once, however many of its subtests failed.
+    return max(0, tests - len(set(_UNITTEST_BAD.findall(printed)))), tests
 
 
 def ending(text: str) -> str:

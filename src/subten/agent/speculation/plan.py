@@ -1,8 +1,8 @@
 """The form of a plan: a fenced block of shell code, read while it streams.
 
 A proposer answers with prose and one fenced block that begins with ```` ```bash ````. The block is the plan:
-commands, and here-documents where files are written. A fence of more backticks may hold one of fewer, as in Markdown. What
-follows the block is not read.
+commands, and here-documents where files are written. A fence of more backticks may hold one of fewer, as in Markdown.
+What follows the block is not read.
 """
 
 from __future__ import annotations

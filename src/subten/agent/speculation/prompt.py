@@ -19,7 +19,8 @@ _SKIPPED = frozenset({".git", "__pycache__", ".venv", "node_modules", ".pytest_c
 _RULES = """\
 You repair software. Answer with one plan: a fenced block that begins with ```bash, of shell commands that are run \
 once, in the folder of the files below. Every command must succeed. Write files with here-documents \
-(cat > FILE <<'EOF'), or change them with sed -i. There is no network. Do not run programs of your own: the check is run for you."""
+(cat > FILE <<'EOF'), or change them with sed -i. There is no network. Do not run programs of your own: the check is \
+run for you."""
 
 
 def conversation(task: str, check: str, workspace: Path, characters: int = WORKSPACE_CHARACTERS) -> list[Message]:
