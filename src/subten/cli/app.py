@@ -9,6 +9,7 @@ import typer
 
 from subten import __version__
 from subten.cli.agent_check import agent_check
+from subten.cli.agent_run import agent_replay, agent_run
 from subten.cli.agent_sandbox import agent_build_image, agent_doctor
 from subten.cli.calibrate import calibrate
 from subten.cli.demo import demo
@@ -29,6 +30,8 @@ app = typer.Typer(
 evaluations = typer.Typer(help="Measure the quality of KV formats.", rich_markup_mode=None)
 agent = typer.Typer(help="Judge what agents want to run, and run it apart.", rich_markup_mode=None)
 agent.command("check")(agent_check)
+agent.command("run")(agent_run)
+agent.command("replay")(agent_replay)
 agent.command("doctor")(agent_doctor)
 agent.command("build-image")(agent_build_image)
 evaluations.command("kv")(eval_kv)

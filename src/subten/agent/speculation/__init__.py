@@ -11,7 +11,7 @@ from subten.agent.speculation.proposer import Candidate, Message, Piece, Propose
 from subten.agent.speculation.scripted import ScriptedProposer
 from subten.agent.speculation.search import Outcome, Search
 from subten.agent.speculation.tree import Node, Tree, after, fold
-from subten.agent.speculation.view import describe, render
+from subten.agent.speculation.view import describe, one_line, render
 
 __all__ = [
     "Candidate",
@@ -32,6 +32,7 @@ __all__ = [
     "conversation",
     "describe",
     "fold",
+    "one_line",
     "read_log",
     "render",
     "replay",

@@ -201,7 +201,9 @@ class Grower:
         if result.timed_out:
             raise PruneError("timeout", f"the plan ran for more than {self._options.plan_seconds:g} s")
         if result.exit_code != 0:
-            raise PruneError("failure", f"a command of the plan failed with exit code {result.exit_code}")
+            said = result.stderr.decode(errors="replace").strip().splitlines()
+            reason = f"a command of the plan failed with exit code {result.exit_code}"
+            raise PruneError("failure", f"{reason}: {said[-1]}" if said else reason)
         # Before the check, which may leave files of its own behind.
         changes = branch.changes = await self._in(branch, clone, clone.changes)
         found = protected_change(changes, self._policy.protect_paths)

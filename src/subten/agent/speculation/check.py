@@ -31,6 +31,7 @@ class Score:
         output: the end of what it printed.
         seconds: it took, in the sandbox.
         timed_out: it was ended because its time was up.
+        exit_code: of a command; None where the check is none.
     """
 
     passed: bool
@@ -40,6 +41,7 @@ class Score:
     output: str = ""
     seconds: float = 0.0
     timed_out: bool = False
+    exit_code: int | None = None
 
 
 Check = Callable[[Clone], Score]
@@ -80,6 +82,7 @@ class CommandCheck:
             output=ending(printed),
             seconds=result.seconds,
             timed_out=result.timed_out,
+            exit_code=result.exit_code,
         )
 
 

@@ -37,18 +37,18 @@ def describe(event: Event) -> str | None:
         case RoundStarted():
             return f"[{event.t:6.2f} s] round {event.round + 1}"
         case Judged() if event.verdict != "allow":
-            said = f"{event.verdict} ({event.stage}): {_CONTROL.sub(' ', event.reason)}"
+            said = f"{event.verdict} ({event.stage}): {one_line(event.reason)}"
             return f"[{event.t:6.2f} s] #{event.branch} {said}"
         case Checked():
             where = "confirmed" if event.confirms else "check"
             verdict = "passed" if event.passed else "failed"
             return f"[{event.t:6.2f} s] #{event.branch} {where}: {verdict}{_tests(event)}"
         case Pruned():
-            return f"[{event.t:6.2f} s] #{event.branch} pruned ({event.cause}): {_CONTROL.sub(' ', event.reason)}"
+            return f"[{event.t:6.2f} s] #{event.branch} pruned ({event.cause}): {one_line(event.reason)}"
         case Won():
             return f"[{event.t:6.2f} s] #{event.branch} won; it changes {len(event.changed)} files"
         case RunEnded():
-            return f"[{event.t:6.2f} s] {_CONTROL.sub(' ', event.reason)}"
+            return f"[{event.t:6.2f} s] {one_line(event.reason)}"
     return None
 
 
@@ -95,7 +95,11 @@ def _tests(checked: Checked) -> str:
     return "" if checked.tests is None else f"  {checked.passed_tests}/{checked.tests} tests"
 
 
+def one_line(text: str) -> str:
+    """A text on one line, without anything that could change a terminal or the order of what is read."""
+    return _CONTROL.sub(" ", text.strip())
+
+
 def _line(text: str) -> str:
-    """One short line without anything that could change a terminal or the order of what is read."""
-    plain = _CONTROL.sub(" ", text.strip())
+    plain = one_line(text)
     return plain if len(plain) <= _LONGEST else f"{plain[: _LONGEST - 3]}..."
