@@ -81,11 +81,11 @@ def _require_order(event: Event, first: bool, known: set[int]) -> None:
     """What `tree.after` relies on: one beginning, and branches that have begun."""
     if first != isinstance(event, RunStarted):
         raise ParameterError("a log begins with its only run_started")
+    relied_on = event.parent if isinstance(event, BranchStarted) else getattr(event, "branch", None)
+    if relied_on is not None and relied_on not in known:
+        raise ParameterError(f"branch {relied_on} has not begun")
     if isinstance(event, BranchStarted):
         known.add(event.branch)
-    branch = getattr(event, "branch", None)
-    if branch is not None and branch not in known:
-        raise ParameterError(f"branch {branch} has not begun")
 
 
 def replay(path: Path) -> Iterator[tuple[Event, Tree]]:
