@@ -133,7 +133,7 @@ def test_tokens_are_counted_and_the_opening_is_none(model: LoadedModel) -> None:
 
 
 def test_a_candidate_that_is_given_up_frees_its_pages_and_the_others_go_on(model: LoadedModel) -> None:
-    params = SamplingParams(temperature=1.0, max_tokens=400, ignore_eos=True)
+    params = SamplingParams(temperature=1.0, max_tokens=150, ignore_eos=True)
 
     async def ask(engine: AsyncEngine) -> list[str]:
         first, second, third = await EngineProposer(engine, params, "tiny").propose(MESSAGES, 3, 7)
