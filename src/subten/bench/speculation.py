@@ -1,8 +1,9 @@
 """Speculation against doing one thing after the other, on the example tasks.
 
-A scripted proposer gives plans of known kinds, so that what is compared is the search and not a model. Its tokens come
-at a stated rate in every stream, as in a decode step that is bound by memory: they are simulated, and cost no processor
-time. Everything else is real: policy, sandboxes, tests. All strategies get the same plans in the same order.
+A scripted proposer gives plans of known kinds, so that what is compared is the search and not a model. Its tokens
+come at a stated rate in every stream, as in a decode step that is bound by memory: they are simulated, and cost no
+processor time. Everything else is real: policy, sandboxes, tests. All strategies get the same plans in the same
+order.
 """
 
 from __future__ import annotations
