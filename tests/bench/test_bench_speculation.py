@@ -56,7 +56,7 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     strategies = (speculation.SEQUENTIAL, speculation.SPECULATIVE)
     monkeypatch.setattr(speculation, "SCENARIOS", (("mix", mix, strategies),))
     path = tmp_path / "result.json"
-    given = ["--tasks", str(TASKS), "--most", "3", "--ms-per-token", "0", "--no-demo", "--note", "a test"]
+    given = ["--tasks", str(TASKS), "--most", "2", "--ms-per-token", "0", "--no-demo", "--note", "a test"]
     assert main(["speculation", *given, "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["machine"]["note"] == "a test"

@@ -132,6 +132,27 @@ def test_tokens_are_counted_and_the_opening_is_none(model: LoadedModel) -> None:
     assert sum(piece.tokens for piece in pieces) == PARAMS.max_tokens
 
 
+def test_candidates_share_the_pages_of_their_prompt(model: LoadedModel) -> None:
+    long = [{"role": "user", "content": "x" * 400}]
+
+    async def held(engine: AsyncEngine, count: int) -> int:
+        candidates = await EngineProposer(engine, PARAMS, "tiny").propose(long, count, 7)
+        for candidate in candidates:
+            async for piece in candidate:
+                if piece.tokens:
+                    break
+        stats = await engine.stats()
+        for candidate in candidates:
+            await candidate.release()
+        return stats.pages - stats.available_pages
+
+    alone = with_engine(model, lambda engine: held(engine, 1))
+    together = with_engine(model, lambda engine: held(engine, 4))
+    assert alone >= 4
+    # Each fork writes to a copy of the last page.
+    assert together <= alone + 2 * 3
+
+
 def test_a_candidate_that_is_given_up_frees_its_pages_and_the_others_go_on(model: LoadedModel) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=150, ignore_eos=True)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from subten.agent.policy import Decision, Policy, Verdict, judge
 from subten.agent.policy.imports import wildcard
 from subten.agent.policy.rules import Rule
-from subten.agent.speculation import EventLog, Options, Outcome, Search, fold, read_log, render, replay
+from subten.agent.speculation import EventLog, Options, Outcome, Score, Search, fold, read_log, render, replay
 from subten.agent.speculation.events import (
     Asked,
     BranchStarted,
@@ -146,6 +148,12 @@ def test_a_denied_plan_is_stopped_in_the_middle() -> None:
     assert not farm.clones
     assert outcome.reason == "no plan passed the check: 1 stopped by the policy (no network)"
     assert [e.stage for e in seen if isinstance(e, Judged)] == ["stream"]
+
+
+def test_what_is_denied_is_released_at_once() -> None:
+    _, seen, _, _ = search([DENIED, HANGING], branches=2)
+    order = [type(e).__name__ for e in seen if isinstance(e, Released | PlanRan)]
+    assert order[:2] == ["Released", "PlanRan"]
 
 
 def test_without_the_stream_it_is_read_to_its_end_and_then_denied() -> None:
@@ -281,6 +289,11 @@ def test_no_sandboxes_at_all() -> None:
     require_invariants(seen, farm, proposer)
 
 
+def test_a_score_outside_its_range_is_an_error_of_the_check() -> None:
+    outcome, *_ = search([GOOD], branches=1, score=lambda clone: Score(False, float("nan")))
+    assert "it must be between 0 and 1" in outcome.reason
+
+
 class Refusing(FakeProposer):
     def __init__(self, error: Exception | None) -> None:
         super().__init__([GOOD])
@@ -305,6 +318,15 @@ def test_a_proposer_that_proposes_nothing(error: Exception | None, words: str) -
     assert words in seen[-1].reason
 
 
+def test_a_proposer_that_begins_nothing() -> None:
+    class Nobody(FakeProposer):
+        async def propose(self, messages: Any, count: int, seed: int) -> Any:
+            return []
+
+    with pytest.raises(ProposerError, match="fake began no answer"):
+        asyncio.run(Search(Nobody([]), Farm(), check).run([]))
+
+
 def test_cancelling_a_run_releases_everything() -> None:
     farm, proposer, seen = Farm(), FakeProposer([HANGING, GOOD, "silent\n", WRONG]), []
     options = Options(plan_seconds=60, first_wins=False)
@@ -323,17 +345,18 @@ def test_cancelling_a_run_releases_everything() -> None:
     assert {event.cause for event in seen if isinstance(event, Pruned)} == {"stopped"}
 
 
-def test_a_log_that_can_not_be_written_ends_the_run() -> None:
+@pytest.mark.parametrize("error", [StorageError("the disk is full"), ValueError("the disk is full")])
+def test_a_log_that_can_not_be_written_ends_the_run(error: Exception) -> None:
     farm, proposer = Farm(), FakeProposer([HANGING, WRONG])
     heard: list[Event] = []
 
     def listen(event: Event) -> None:
         heard.append(event)
         if isinstance(event, PlanStarted):
-            raise StorageError("the disk is full")
+            raise error
 
     run = Search(proposer, farm, check, policy=POLICY, options=Options(plan_seconds=60), listen=listen)
-    with pytest.raises(StorageError, match="the disk is full"):
+    with pytest.raises(type(error), match="the disk is full"):
         asyncio.run(run.run([]))
     assert all(clone.kills for clone in farm.clones)
     assert all(candidate.releases for candidate in proposer.candidates)
@@ -350,6 +373,12 @@ def test_a_log_replays_to_the_same_state(tmp_path: Path) -> None:
     assert fold(read_log(path)) == outcome.tree
     *_, (_, last) = replay(path)
     assert last == outcome.tree
+
+
+@pytest.mark.parametrize("module", ["speculation", "speculation.endpoint"])
+def test_no_torch_is_needed(module: str) -> None:
+    code = f"import sys, subten.agent.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

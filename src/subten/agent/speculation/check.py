@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from subten.agent.sandbox import Clone
+from subten.errors import ParameterError
 
 ENVIRONMENT: Mapping[str, str] = {"PYTHONDONTWRITEBYTECODE": "1"}
 """For plans and checks: what Python would leave beside the sources is no part of a fix."""
@@ -32,6 +33,9 @@ class Score:
         seconds: it took, in the sandbox.
         timed_out: it was ended because its time was up.
         exit_code: of a command; None where the check is none.
+
+    Raises:
+        ParameterError: a value outside 0 to 1.
     """
 
     passed: bool
@@ -42,6 +46,10 @@ class Score:
     seconds: float = 0.0
     timed_out: bool = False
     exit_code: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.value <= 1:
+            raise ParameterError(f"a check gave the value {self.value}; it must be between 0 and 1")
 
 
 Check = Callable[[Clone], Score]

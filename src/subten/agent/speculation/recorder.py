@@ -9,15 +9,14 @@ from subten.agent.policy import Decision
 from subten.agent.speculation import events
 from subten.agent.speculation.check import Score
 from subten.agent.speculation.tree import Tree, after
-from subten.errors import SubtenError
 
 
 class Recorder:
     """The events of one run; it lives in its event loop.
 
     Args:
-        listen: called with every event. After its first SubtenError it is called no more, and that is in `failure`:
-            what is under way has to be released before a run can end.
+        listen: called with every event. After its first error it is called no more, and that is in `failure`: what is
+            under way has to be released before a run can end.
     """
 
     def __init__(self, listen: Callable[[events.Event], None]) -> None:
@@ -25,7 +24,7 @@ class Recorder:
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self.tree = Tree()
-        self.failure: SubtenError | None = None
+        self.failure: Exception | None = None
 
     def emit(self, kind: type[events.Event], **values: object) -> None:
         """Something happened now."""
@@ -34,7 +33,7 @@ class Recorder:
         if self.failure is None:
             try:
                 self._listen(event)
-            except SubtenError as error:
+            except Exception as error:
                 self.failure = error
 
     def judged(self, branch: int, stage: str, decision: Decision) -> None:

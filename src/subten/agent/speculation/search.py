@@ -157,8 +157,9 @@ class _Run:
             if passed := [branch for branch in branches if branch.passed]:
                 return self._choose(passed)
             failures = [branch.failure for branch in branches]
-            if isinstance(failures[0], ProposerError) and all(isinstance(f, ProposerError) for f in failures):
-                raise failures[0]
+            if all(isinstance(failure, ProposerError) for failure in failures):
+                # All of them asked the same one: it is down, or refuses.
+                raise ProposerError(str(failures[0]))
             parents = await self._survivors([*parents, *branches], number + 1)
         return None
 
@@ -187,12 +188,16 @@ class _Run:
         return begun
 
     async def _ask_for(self, conversation: Sequence[Message], count: int) -> Sequence[Candidate]:
-        longest = self._options.proposal_seconds
+        longest, name = self._options.proposal_seconds, self._proposer.name
         try:
             async with asyncio.timeout(longest):
-                return await self._proposer.propose(conversation, count, self._options.seed + len(self._branches))
+                seed = self._options.seed + len(self._branches)
+                candidates = await self._proposer.propose(conversation, count, seed)
         except TimeoutError as error:
-            raise ProposerError(f"{self._proposer.name} did not begin to answer within {longest:g} s") from error
+            raise ProposerError(f"{name} did not begin to answer within {longest:g} s") from error
+        if not candidates:
+            raise ProposerError(f"{name} began no answer")
+        return candidates
 
     async def _grow_all(self, branches: Sequence[Branch]) -> None:
         """Until all have ended, or one has passed and that is enough."""
