@@ -101,6 +101,8 @@ def test_a_person_is_asked(
     assert result.exit_code == 0
     assert "The policy is unsure about this plan: python3 runs code" in result.err
     assert "Run it in a sandbox? [y/N] " in result.err
+    assert "    python3 -c 'print(1)'\n" in result.err
+    assert result.out.startswith("diff --git")
     assert "_known.pop(article, None)" in (workspace / "prices.py").read_text()
 
 
@@ -110,6 +112,7 @@ def test_a_person_is_asked(
         (["--yes", "--dry-run"], "--yes and --dry-run are both given"),
         (["--policy", "/nothing.yaml"], "/nothing.yaml can't be read"),
         (["--model", "demo-moe"], "--plans is given beside --model or --endpoint"),
+        (["--api-key-file", "/nothing"], "--api-key-file is given without the --endpoint"),
         (["--workspace", "/nothing"], "--workspace is '/nothing', which is no folder"),
         (["--plans", "/"], "/ holds no plans, which are files that end with .sh"),
         (["--check", "true"], "the check passes already"),

@@ -98,6 +98,7 @@ def speculation(
     ms_per_token: Annotated[
         float, typer.Option(min=0, help="Milliseconds from one scripted token to the next.")
     ] = 10.0,
+    seconds: Annotated[float, typer.Option(help="For a plan, and for each check.")] = 3.0,
     seed: Annotated[int, typer.Option(help="Of the draws of plans.")] = 0,
     most: Annotated[int | None, typer.Option(min=1, help="Tasks [default: all].")] = None,
     demo: Annotated[bool, typer.Option("--demo/--no-demo", help="Have the demo model propose as well.")] = True,
@@ -112,6 +113,7 @@ def speculation(
         json,
         tier=tier.value,
         ms_per_token=ms_per_token,
+        seconds=seconds,
         seed=seed,
         most=most,
         demo=demo,

@@ -49,9 +49,6 @@ PLANS = 8
 
 BRANCHES = 4
 MIX = {"good": 0.25, "wrong": 0.35, "hanging": 0.15, "denied": 0.25}
-SECONDS = 3.0
-"""For a plan, and for each check."""
-
 BUDGETS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Processor seconds of sandboxes, at which strategies are compared."""
 
@@ -89,12 +86,23 @@ SCENARIOS: tuple[tuple[str, Mapping[str, float], tuple[Strategy, ...]], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class _Place:
+    """What all runs of a measurement have in common."""
+
+    tier: str
+    policy: Policy
+    seconds: float
+    seed: int
+
+
 def run_speculation(
     folder: Path,
     path: Path | None,
     *,
     tier: str,
     ms_per_token: float,
+    seconds: float,
     seed: int,
     most: int | None,
     demo: bool,
@@ -109,6 +117,7 @@ def run_speculation(
         path: of the result, written after each part.
         tier: of sandboxes, "process" or "microvm".
         ms_per_token: at which tokens of the scripted proposer come.
+        seconds: for a plan, and for each check.
         seed: of the draws.
         most: tasks, or None for all.
         demo: whether the demo model is tried too.
@@ -119,7 +128,8 @@ def run_speculation(
     Raises:
         SubtenError: tasks can't be read, or sandboxes not be started.
     """
-    tasks, policy = load_tasks(folder)[:most], load_policy(folder / POLICY)
+    tasks = load_tasks(folder)[:most]
+    place = _Place(tier, load_policy(folder / POLICY), seconds, seed)
     file = None if path is None else ResultFile(path)
     result: dict[str, Any] = {
         "benchmark": "speculation",
@@ -130,7 +140,7 @@ def run_speculation(
             "simulated_ms_per_token": ms_per_token,
             "mix": MIX,
             "plans_at_most": PLANS,
-            "seconds_for_plan_and_check": SECONDS,
+            "seconds_for_plan_and_check": seconds,
             "seed": seed,
         },
         "rows": [],
@@ -140,13 +150,13 @@ def run_speculation(
     for scenario, mix, strategies in SCENARIOS:
         for strategy in strategies:
             say(f"{scenario}: {strategy.name}")
-            runs = [_run(task, policy, strategy, mix, tier, ms_per_token / 1e3, seed) for task in tasks]
+            runs = [_run(task, place, strategy, mix, ms_per_token / 1e3) for task in tasks]
             result["rows"].append({"scenario": scenario, "strategy": strategy.name, **summarise(runs)})
             result["runs"] += [{"scenario": scenario, "strategy": strategy.name, **run} for run in runs]
             _write(file, result)
     if demo:
         say(_DEMO)
-        result["demo_moe"] = asyncio.run(_demo(tasks, policy, tier, seed, say))
+        result["demo_moe"] = asyncio.run(_demo(tasks, place, say))
     result["machine"]["load_after"] = round(os.getloadavg()[0], 2)
     _write(file, result)
     Console(width=160).print(_table(result))
@@ -206,28 +216,22 @@ def summarise(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _run(
-    task: AgentTask,
-    policy: Policy,
-    strategy: Strategy,
-    mix: Mapping[str, float],
-    tier: str,
-    seconds: float,
-    seed: int,
+    task: AgentTask, place: _Place, strategy: Strategy, mix: Mapping[str, float], token_seconds: float
 ) -> dict[str, Any]:
-    kinds = drawn_plans(task, mix, seed)
+    kinds = drawn_plans(task, mix, place.seed)
     answers = [f"I will repair this.\n\n{fenced(task.plans[kind])}" for kind in kinds]
-    proposer = ScriptedProposer(answers, seconds_per_token=seconds)
+    proposer = ScriptedProposer(answers, seconds_per_token=token_seconds)
     options = Options(
         branches=strategy.branches,
         rounds=PLANS // strategy.branches,
-        plan_seconds=SECONDS,
+        plan_seconds=place.seconds,
         first_wins=strategy.first_wins,
         stream_policy=strategy.stream_policy,
         repair=False,
     )
-    with _template(task, tier) as template, Pool(template, strategy.branches) as pool:
+    with _template(task, place.tier) as template, Pool(template, strategy.branches) as pool:
         pool.take().kill()  # It is warm before the clock runs.
-        outcome = asyncio.run(_search(proposer, task, policy, options, pool))
+        outcome = asyncio.run(_search(proposer, task, place, options, pool))
     lengths = [len(tokens(answer)) for answer in answers]
     row = measured(outcome, kinds)
     denied = [kind == "denied" for kind in row["plans"]]
@@ -236,29 +240,27 @@ def _run(
 
 
 async def _search(
-    proposer: Proposer, task: AgentTask, policy: Policy, options: Options, pool: Pool, characters: int = 24_000
+    proposer: Proposer, task: AgentTask, place: _Place, options: Options, pool: Pool, characters: int = 24_000
 ) -> Outcome:
-    check = CommandCheck(task.check, SECONDS)
-    search = Search(proposer, pool, check, policy=policy, task=task.text, options=options)
+    check = CommandCheck(task.check, place.seconds)
+    search = Search(proposer, pool, check, policy=place.policy, task=task.text, options=options)
     return await search.run(conversation(task.text, task.check, task.workspace, characters))
 
 
-async def _demo(
-    tasks: Sequence[AgentTask], policy: Policy, tier: str, seed: int, say: Callable[[str], None]
-) -> dict[str, Any]:
+async def _demo(tasks: Sequence[AgentTask], place: _Place, say: Callable[[str], None]) -> dict[str, Any]:
     """The demo model as the proposer. It was made to test the engine; its failures are what there is to report."""
     llm = LLM(_DEMO, max_batch=BRANCHES)
     params = SamplingParams(temperature=0.8, max_tokens=_DEMO_TOKENS)
-    options = Options(branches=BRANCHES, rounds=1, plan_seconds=SECONDS, seed=seed)
+    options = Options(branches=BRANCHES, rounds=1, plan_seconds=place.seconds, seed=place.seed)
     ends: Counter[str] = Counter()
     rows = []
     async with AsyncEngine(llm) as engine:
         proposer = EngineProposer(engine, params, _DEMO)
         for task in tasks:
             say(f"{_DEMO}: {task.name}")
-            with _template(task, tier) as template, Pool(template, 1) as pool:
+            with _template(task, place.tier) as template, Pool(template, 1) as pool:
                 try:
-                    outcome = await _search(proposer, task, policy, options, pool, _DEMO_CHARACTERS)
+                    outcome = await _search(proposer, task, place, options, pool, _DEMO_CHARACTERS)
                 except SubtenError as error:
                     rows.append({"task": task.name, "passed": False, "error": str(error)})
                     continue

@@ -50,6 +50,8 @@ class _Source:
     branches: int
 
     def __post_init__(self) -> None:
+        if self.key_file is not None and self.endpoint is None:
+            raise ParameterError("--api-key-file is given without the --endpoint that the key is for")
         if self.plans is not None and (self.model is not None or self.endpoint is not None):
             raise ParameterError("--plans is given beside --model or --endpoint; plans come from one of them")
         if self.plans is None and self.model is None:
@@ -252,7 +254,8 @@ def _screen(
     def confirm(script: str, decision: Decision) -> bool:
         live.stop()
         note(f"The policy is unsure about this plan: {one_line(decision.reason)}\n")
-        write_text(script)
+        for line in script.splitlines():
+            note(f"    {one_line(line)}")
         answer = _confirmed("Run it in a sandbox?")
         live.start(refresh=True)
         return answer

@@ -97,9 +97,9 @@ def _tests(checked: Checked) -> str:
 
 def one_line(text: str) -> str:
     """A text on one line, without anything that could change a terminal or the order of what is read."""
-    return _CONTROL.sub(" ", text.strip())
+    return _CONTROL.sub(" ", text.expandtabs())
 
 
 def _line(text: str) -> str:
-    plain = one_line(text)
+    plain = one_line(text.strip())
     return plain if len(plain) <= _LONGEST else f"{plain[: _LONGEST - 3]}..."
