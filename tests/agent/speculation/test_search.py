@@ -261,6 +261,7 @@ def test_only_so_many_plans_run_at_a_time() -> None:
     [
         (["no-plan"], "the answer holds no plan"),
         (["cut-off"], "the answer ends inside its plan"),
+        (["\n \n"], "the plan is empty"),
         (["fail\n"], "a command of the plan failed with exit code 3"),
         (["hang\n"], "out of time (the plan ran for more than 0.05 s)"),
         (["silent\n"], "out of time (the plan has not ended within 0.3 s)"),

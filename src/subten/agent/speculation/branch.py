@@ -155,6 +155,8 @@ class Grower:
             raise PruneError("failure", "the answer holds no plan, which is a block that begins with ```bash")
         if not reader.done:
             raise PruneError("failure", "the answer ends inside its plan")
+        if not reader.script.strip():
+            raise PruneError("failure", "the plan is empty")
         branch.script = reader.script
 
     def _push(self, branch: Branch, policy: StreamingPolicy, text: str) -> None:
