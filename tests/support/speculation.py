@@ -148,14 +148,15 @@ class FakeCandidate:
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         text = {"no-plan": "I don't know.\n", "cut-off": "```bash\nfix\n"}.get(self.plan, fenced(self.plan))
-        for start in range(0, len(text), 3):
+        size = max(3, len(text) // 500)
+        for start in range(0, len(text), size):
             await asyncio.sleep(0)
             self.read += 1
             if self.plan.startswith("raise") and self.read > 2:
                 raise RuntimeError("the proposer has a bug")
             if self.plan.startswith("silent") and self.read > 2:
                 await asyncio.Event().wait()
-            yield Piece(text[start : start + 3])
+            yield Piece(text[start : start + size])
 
     async def release(self) -> None:
         self.releases += 1

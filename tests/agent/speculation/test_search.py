@@ -50,7 +50,9 @@ def search(
     plans: Sequence[str], *, farm: Farm | None = None, ask: Any = None, score: Any = check, **options: Any
 ) -> tuple[Outcome, list[Event], Farm, FakeProposer]:
     farm, proposer, seen = farm or Farm(), FakeProposer(plans), []
-    options = {"plan_seconds": 0.05, "proposal_seconds": 0.3, **options}
+    # A short time only where it is waited for: a busy machine must not decide what a test sees.
+    waits = any(plan.startswith("silent") for plan in plans)
+    options = {"plan_seconds": 0.05, "proposal_seconds": 0.3 if waits else 60, **options}
     run = Search(
         proposer, farm, score, policy=POLICY, task="t", options=Options(**options), ask=ask, listen=seen.append
     )
@@ -119,13 +121,13 @@ def test_every_run(plans: list[str], failing: list[int], answer: bool | None, **
         farm=farm,
         ask=ask,
         plan_seconds=0.01,
-        proposal_seconds=0.05,
         **options,
     )
     require_invariants(seen, farm, proposer, approved=[ASKED] if answer else [])
     assert (outcome.winner is None) == (outcome.changes is None)
     assert outcome.tree == fold(seen)
-    if options["branches"] <= len(plans) and GOOD in plans[: options["branches"]] and not failing:
+    sure = "silent\n" not in plans and not failing
+    if sure and options["branches"] <= len(plans) and GOOD in plans[: options["branches"]]:
         assert outcome.winner is not None
 
 
@@ -279,7 +281,7 @@ def test_why_a_branch_failed(plans: list[str], words: str) -> None:
 def test_a_plan_that_never_ends_is_stopped() -> None:
     outcome, *_ = search(["break\n" * 2000], max_tokens=50)
     assert "the plan has not ended after 50 tokens" in outcome.reason
-    outcome, _, farm, _ = search(["b" * 70_000], max_tokens=100_000, branches=1, proposal_seconds=30)
+    outcome, _, farm, _ = search(["b" * 70_000], max_tokens=100_000, branches=1)
     assert "more than 65536 characters" in outcome.reason
     assert not farm.clones
 
