@@ -122,3 +122,9 @@ class SandboxError(SubtenError):
     """A sandbox that can't be started here, was ended, or no longer answers; a file that can't be moved in or out."""
 
     code = "sandbox"
+
+
+class ProposerError(SubtenError):
+    """A model or endpoint that was to propose plans and can't be reached, refuses, or breaks off."""
+
+    code = "proposer"

@@ -134,6 +134,23 @@ def test_several_answers_come_with_their_index(llm: LLM) -> None:
         assert tuple(i for delta in pieces for i in delta.token_ids) == answer.token_ids
 
 
+def test_one_of_several_answers_can_be_cancelled(llm: LLM) -> None:
+    params = greedy(n=3, temperature=1.0, seed=1, max_tokens=30)
+    whole = [completion.text for completion in serve(llm, lambda engine: engine.generate("Once upon", params))]
+
+    async def use(engine: AsyncEngine) -> list[Any]:
+        async with await engine.submit("Once upon", params) as generation:
+            async for _ in generation:
+                generation.cancel(0)
+                generation.cancel(0)
+                break
+            return await generation.completions()
+
+    first, *others = serve(llm, use)
+    assert first.finish_reason == "cancelled"
+    assert [completion.text for completion in others] == whole[1:]
+
+
 def test_forks_go_on_from_where_the_answer_is(llm: LLM) -> None:
     async def use(engine: AsyncEngine) -> tuple:
         generation = await engine.submit("x" * 90, greedy(max_tokens=200))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -111,6 +112,46 @@ def moe(
     )
     if not run_moe(options, json, peer or [], tuned, commit):
         raise typer.Exit(MISSING_FIGURES)
+
+
+class Tier(StrEnum):
+    """What plans run in."""
+
+    PROCESS = "process"
+    MICROVM = "microvm"
+
+
+@app.command()
+def speculation(
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+    tasks: Annotated[Path, typer.Option(help="Folder of the tasks.")] = Path("examples/agent_tasks"),
+    tier: Annotated[Tier, typer.Option(help="What plans run in.")] = Tier.PROCESS,
+    ms_per_token: Annotated[
+        float, typer.Option(min=0, help="Milliseconds from one scripted token to the next.")
+    ] = 10.0,
+    seconds: Annotated[float, typer.Option(help="For a plan, and for each check.")] = 3.0,
+    seed: Annotated[int, typer.Option(help="Of the draws of plans.")] = 0,
+    most: Annotated[int | None, typer.Option(min=1, help="Tasks [default: all].")] = None,
+    demo: Annotated[bool, typer.Option("--demo/--no-demo", help="Have the demo model propose as well.")] = True,
+    note: Annotated[str | None, typer.Option(help="What else is to be known about the machine.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit of the source, where git can't tell.")] = None,
+) -> None:
+    """Several plans at once against one after the other, with scripted plans of known kinds. Needs no GPU."""
+    from subten.bench.speculation import run_speculation
+
+    run_speculation(
+        tasks,
+        json,
+        tier=tier.value,
+        ms_per_token=ms_per_token,
+        seconds=seconds,
+        seed=seed,
+        most=most,
+        demo=demo,
+        note=note,
+        say=lambda line: print(line, file=sys.stderr),
+        commit=commit,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import subten
 from subten.agent.policy import Policy, judge
 from subten.agent.sandbox import MicroVMTemplate, ProcessTemplate, find_image
 from subten.agent.sandbox.figures import measure
 from subten.agent.sandbox.microvm import Accelerator, accelerator, boot, why_no_machine
 from subten.agent.sandbox.process import unavailable
-from subten.bench.machine import source_commit
+from subten.bench.host import describe_host
 from subten.bench.report import ResultFile
 
 _COMMAND = (
@@ -47,7 +44,7 @@ def measure_agent(
         What is written as JSON: `machine`, `policy` and one row for each tier in `rows`; a tier that does not work
         has a row with the reason instead.
     """
-    load = os.getloadavg()[0]
+    machine = describe_host(commit)
     say("policy")
     policy = _policy()
     rows = []
@@ -56,15 +53,7 @@ def measure_agent(
         rows.append({"kind": tier, **measured(clones, commands)})
     return {
         "benchmark": "agent",
-        "machine": {
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "load_before": round(load, 2),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-            "subten": subten.__version__,
-            "commit": commit or source_commit(),
-        },
+        "machine": machine,
         "policy": policy,
         "rows": rows,
     }
@@ -132,13 +121,3 @@ def _policy(rounds: int = 300) -> dict[str, Any]:
         "decision_ms": round(statistics.median(times) * 1e3, 3),
         "decisions_per_second": round(rounds / sum(times), 1),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )

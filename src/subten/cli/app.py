@@ -11,6 +11,7 @@ from subten import __version__
 from subten.bench.commands import itl, latency, report
 from subten.cli.agent_check import agent_check
 from subten.cli.agent_mcp import agent_mcp
+from subten.cli.agent_run import agent_replay, agent_run
 from subten.cli.agent_sandbox import agent_build_image, agent_doctor
 from subten.cli.calibrate import calibrate
 from subten.cli.demo import demo
@@ -32,6 +33,8 @@ evaluations = typer.Typer(help="Measure the quality of KV formats.", rich_markup
 bench = typer.Typer(help="Measure how fast decode steps are.", rich_markup_mode=None)
 agent = typer.Typer(help="Judge what agents want to run, and run it apart.", rich_markup_mode=None)
 agent.command("check")(agent_check)
+agent.command("run")(agent_run)
+agent.command("replay")(agent_replay)
 agent.command("doctor")(agent_doctor)
 agent.command("build-image")(agent_build_image)
 bench.command("latency")(latency)

@@ -49,10 +49,10 @@ class Generation:
         """Whether all answers have ended; deltas may be left to be read."""
         return self._unfinished == 0
 
-    def cancel(self) -> None:
-        """End the answers now; their part of the cache is free after the step that is under way. The iterator still
-        gives what was there, and then each answer's last delta, "cancelled". Twice is once."""
-        self._engine.cancel(self)
+    def cancel(self, answer: int | None = None) -> None:
+        """End the answers, or one of them, now; their part of the cache is free after the step that is under way. The
+        iterator still gives what was there, and then each answer's last delta, "cancelled". Twice is once."""
+        self._engine.cancel(self, answer)
 
     async def fork(
         self, n: int, params: Sequence[SamplingParams] | None = None, *, answer: int = 0
@@ -199,10 +199,10 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def cancel(self, generation: Generation) -> None:
+    def cancel(self, generation: Generation, answer: int | None = None) -> None:
         """See `Generation.cancel`."""
         if not generation.finished:
-            self._wishes.put(lambda: self._cancel(generation))
+            self._wishes.put(lambda: self._cancel(generation, answer))
 
     async def fork(
         self, generation: Generation, n: int, params: Sequence[SamplingParams] | None, answer: int
@@ -275,8 +275,9 @@ class AsyncEngine:
         self._llm.loop.add(generation.answers[0])
         self._live.append(generation)
 
-    def _cancel(self, generation: Generation) -> None:
-        for request in reversed(generation.answers):
+    def _cancel(self, generation: Generation, answer: int | None = None) -> None:
+        chosen = generation.answers if answer is None else generation.answers[answer : answer + 1]
+        for request in reversed(chosen):
             self._llm.loop.cancel(request)
 
     def _cancel_all(self) -> None:

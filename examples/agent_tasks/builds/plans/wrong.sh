@@ -1,0 +1,1 @@
+sed -i 's|        order += build_order(needs, needed)|        order += [one for one in build_order(needs, needed) if one not in order]|' builds.py

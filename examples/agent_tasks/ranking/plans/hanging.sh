@@ -1,0 +1,2 @@
+sed -i 's|, reverse=True||' ranking.py
+yes 'still sorting' > /dev/null

@@ -1,0 +1,1 @@
+sed -i 's|except BaseException:|except TemporaryError:|' retries.py

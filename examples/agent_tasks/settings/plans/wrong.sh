@@ -1,0 +1,2 @@
+sed -i 's|defaults.copy()|copy.deepcopy(defaults)|' settings.py
+sed -i 's|^DEFAULTS = {|import copy\n\nDEFAULTS = {|' settings.py

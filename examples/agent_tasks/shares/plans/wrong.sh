@@ -1,0 +1,1 @@
+sed -i 's|return \[part\] \* people|return [to_cents(amount) - part * (people - 1)] + [part] * (people - 1)|' shares.py

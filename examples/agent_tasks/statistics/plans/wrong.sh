@@ -1,0 +1,1 @@
+sed -i 's|    middle = mean(values)|    values = list(values)\n    middle = mean(values)|' stats.py

@@ -1,0 +1,2 @@
+sed -i 's|release = tuple(match\[1\].split("."))|release = tuple(int(part) for part in match[1].split("."))|' versions.py
+tail -f versions.py
