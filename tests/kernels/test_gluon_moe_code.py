@@ -1,5 +1,4 @@
-"""What the Gluon mixture of experts is compiled to, seen without a GPU; what it computes is tested on one (tests/gpu).
-"""
+"""What the Gluon mixture of experts is compiled to, seen without a GPU; tests/gpu has what it computes."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 
 @pytest.mark.parametrize(("name", "columns"), list(zip(NAMES, (8, 16, 8, 8), strict=True)))
 def test_the_loops_over_weights(compiled: dict[str, dict], name: str, columns: int) -> None:
-    """The copy engine brings weights, two tiles for the item or the next one, of gate and up or of down; they are read
-    as matrices and multiplied by `mma.sync`. Other loads are those of tokens and scales, and nothing is spilled."""
+    """The copy engine brings weights, two tiles of gate and up or of down; they are read as matrices and multiplied
+    by `mma.sync`. Other loads are those of tokens and scales, and nothing is spilled."""
     result = compiled[name]
     assert result["columns"] == columns
     assert result["registers"] <= result["allowed"]
