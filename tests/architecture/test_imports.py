@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "bench": {"engine", "agent"},
     "agent": {"engine", "config"},
     "server": {"engine", "agent"},
-    "cli": {"server", "evals", "agent", "engine", "config"},
+    "cli": {"server", "evals", "bench", "agent", "engine", "config"},
     "__main__": {"cli"},
 }
 NO_TORCH = {"errors", "config"}

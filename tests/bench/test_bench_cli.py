@@ -15,7 +15,7 @@ from subten.bench.__main__ import app, main
 from subten.bench.session import AttentionOptions, MeanKeys
 from subten.bench.shapes import Case, Shape
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "benchmarks" / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

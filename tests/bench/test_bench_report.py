@@ -24,7 +24,7 @@ from subten.bench.report import (
 from subten.bench.shapes import Case, Shape
 from subten.errors import StorageError
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "benchmarks" / "README.md").read_text(encoding="utf-8")
 ROW = AttentionRow(
     batch=8,
     kv_heads=8,

@@ -52,6 +52,7 @@ def test_every_command_and_option_is_documented() -> None:
     assert set(found) == {
         *("subten run", "subten serve", "subten pull", "subten info", "subten calibrate", "subten demo"),
         *("subten agent check", "subten agent doctor", "subten agent build-image"),
+        *("subten bench latency", "subten bench itl", "subten bench report"),
         *("subten eval kv", "subten eval retrieval", "subten eval generate", "subten eval layers"),
     }
     for name, command in found.items():

@@ -18,7 +18,7 @@ WEIGHTS = ["16bit", "stored", "fp8"]
 KV = ["kv2", "bf16"]
 LONG = 512
 NEAR = 0.25
-"""A gap between scores that another order of sums may close: two steps of bf16 at 16, where this model's scores lie."""
+"""A gap between scores that another order of sums may close: two steps of bf16 at 16, about where the scores lie."""
 
 
 @cache
@@ -141,3 +141,28 @@ def test_a_warm_engine_neither_compiles_nor_allocates() -> None:
     after = llm.stats()
     assert after.compilations == before.compilations
     assert after.device_allocations == before.device_allocations
+
+
+@pytest.mark.parametrize("weights", ["16bit", "fp8"])
+def test_a_layer_is_six_launches(weights: str) -> None:
+    """Of a step that is captured, seen by the profiler: what more layers add, and what there is in all."""
+    from torch.profiler import ProfilerActivity, profile
+
+    llm = engine(weights, "kv2", True)
+    (request,) = llm.intake.requests(prompts()[0], greedy(40))
+    llm.loop.add(request)
+    while len(request.output) < 4:
+        llm.loop.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        llm.loop.step()
+        torch.cuda.synchronize()
+    llm.loop.cancel(request)
+    names = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    names = [name for name in names if not name.startswith(("Memcpy", "Memset"))]
+    layers = model(weights).spec.num_layers
+    counts = {name: names.count(name) for name in dict.fromkeys(names)}
+    of_layers = {name: count for name, count in counts.items() if count >= layers}
+    print(f"{len(names)} kernels in a step of {layers} layers: {counts}")
+    assert sum(of_layers.values()) <= 6 * layers + 2
+    assert len(names) <= 6 * layers + 24

@@ -13,13 +13,17 @@ from typing import Annotated, Any
 
 import typer
 
+from subten.bench.commands import MISSING_FIGURES, itl, latency, report
 from subten.bench.moe_session import MoEOptions, run_moe
 from subten.bench.session import AttentionOptions, MeanKeys, run_attention
 from subten.errors import SubtenError
 
 app = typer.Typer(help="Measure kernels on a GPU, and sandboxes.", rich_markup_mode=None, no_args_is_help=True)
+app.command()(latency)
+app.command()(itl)
+app.command()(report)
 
-MISSING_FIGURES, USAGE, INTERRUPTED = 1, 2, 130
+USAGE, INTERRUPTED = 2, 130
 # click's ClickException. Recent releases of Typer carry their own copy of click under a private name.
 _ClickException: Any = typer.BadParameter.__mro__[2]
 

@@ -132,12 +132,8 @@ def build_cache(
     storage = CacheStorage(
         layout, CacheGeometry(num_layers, kv_heads, layout.head_dim), max(1, sum(counts)), len(contexts), device
     )
-    block = _coded_pages(layout, kv_heads, calibration.coding)
+    fill_storage(storage, coded_pages(layout, kv_heads, calibration.coding))
     pages = storage.pages.unflatten(1, (num_layers, kv_heads, layout.record_bytes))
-    for start in range(0, len(pages), _CODED_PAGES):
-        part = pages[start : start + _CODED_PAGES]
-        part.copy_(block[: len(part), None])
-    storage.windows.normal_()
     layers = PagedLayers(
         pages.transpose(0, 1),
         storage.windows.transpose(0, 1),
@@ -145,6 +141,16 @@ def build_cache(
         layout,
     )
     return BenchCache(layers, calibration, _inputs(contexts, counts, device))
+
+
+def fill_storage(storage: CacheStorage, block: Tensor) -> None:
+    """Every page of every layer becomes a copy of one in `block` [pages, kv_heads, record_bytes], windows noise."""
+    geometry = storage.geometry
+    pages = storage.pages.unflatten(1, (geometry.num_layers, geometry.num_kv_heads, storage.layout.record_bytes))
+    for start in range(0, len(pages), len(block)):
+        part = pages[start : start + len(block)]
+        part.copy_(block[: len(part), None])
+    storage.windows.normal_()
 
 
 def _inputs(contexts: Sequence[int], counts: Sequence[int], device: torch.device) -> AttentionInputs:
@@ -162,8 +168,8 @@ def _inputs(contexts: Sequence[int], counts: Sequence[int], device: torch.device
     )
 
 
-def _coded_pages(layout: PageLayout, kv_heads: int, coding: LayerCoding) -> Tensor:
-    """Gaussian keys and values as codes: uint8 [pages, kv_heads, record_bytes]."""
+def coded_pages(layout: PageLayout, kv_heads: int, coding: LayerCoding) -> Tensor:
+    """Gaussian keys and values as codes: uint8 [pages, kv_heads, record_bytes], of some thousand tokens."""
     device = coding.kept_channels.device
     records = torch.zeros(_CODED_PAGES, kv_heads, layout.record_bytes, dtype=torch.uint8, device=device)
     keys, values = torch.randn(2, _CODED_PAGES * PAGE_SIZE, kv_heads, layout.head_dim, device=device)

@@ -8,14 +8,17 @@ import subprocess
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
 import subten
 from subten.bench.timing import time_calls
+from subten.engine.memory import free_memory
 from subten.errors import KernelUnavailableError
 
 _READ_BYTES = 2**32
+_CPU_READ_BYTES, _CPU_READS = 2**27, 5
 _READ_FORMS = ((8, 2048), (4, 4096), (4, 8192))
 """Programs per multiprocessor and elements that each has in flight; the best of these is the ceiling."""
 
@@ -27,9 +30,9 @@ class Machine:
     Attributes:
         device: its name.
         capability: compute capability, such as "9.0".
-        num_sms: multiprocessors.
+        num_sms: multiprocessors; of a CPU, threads of torch.
         l2_bytes: size of the L2.
-        memory_bytes: size of its memory.
+        memory_bytes: size of its memory; of a CPU's, what is free.
         driver: version of the driver.
         cuda: version that torch was built for.
         cudnn: version.
@@ -92,6 +95,8 @@ def first_line(error: BaseException) -> str:
 
 def describe(device: torch.device, commit: str | None = None) -> Machine:
     """Ask the device, and measure its reading."""
+    if device.type == "cpu":
+        return _describe_cpu(commit)
     properties = torch.cuda.get_device_properties(device)
     return Machine(
         device=properties.name,
@@ -108,6 +113,25 @@ def describe(device: torch.device, commit: str | None = None) -> Machine:
         subten=subten.__version__,
         commit=commit or source_commit(),
         read_tb_per_s=_read_rate(device, properties.multi_processor_count),
+    )
+
+
+def _describe_cpu(commit: str | None) -> Machine:
+    return Machine(
+        device=f"CPU ({platform.processor() or platform.machine()})",
+        capability=platform.machine(),
+        num_sms=torch.get_num_threads(),
+        l2_bytes=0,
+        memory_bytes=free_memory(torch.device("cpu")),
+        driver=None,
+        cuda=None,
+        cudnn=None,
+        torch=torch.__version__,
+        triton=_version("triton"),
+        python=platform.python_version(),
+        subten=subten.__version__,
+        commit=commit or source_commit(),
+        read_tb_per_s=_cpu_read_rate(),
     )
 
 
@@ -134,6 +158,16 @@ def _read_rate(device: torch.device, num_sms: int) -> float:
 
         times.append(time_calls([read]).us)
     return words.nbytes / min(times) / 1e6
+
+
+def _cpu_read_rate() -> float:
+    words = torch.ones(_CPU_READ_BYTES // 4, dtype=torch.int32)
+    times = []
+    for _ in range(_CPU_READS):
+        start = perf_counter()
+        words.max()
+        times.append(perf_counter() - start)
+    return words.nbytes / min(times) / 1e12
 
 
 def _version(package: str) -> str | None:

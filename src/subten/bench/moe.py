@@ -32,7 +32,8 @@ from subten.bench.moe_cases import (
 )
 from subten.bench.moe_report import MoERow
 from subten.bench.timing import REPLAYS, Call, Timing, time_calls
-from subten.errors import NumericalError, StorageError, SubtenError
+from subten.bench.unfused_fp8 import moe_unfused_fp8
+from subten.errors import StorageError, SubtenError
 from subten.kernels.moe import Experts, MoEWeights
 from subten.kernels.moe.packing import wide_down, wide_gate_up
 from subten.kernels.moe.plan import Activations, MoEPlan, MoEShape, MoETuning, Sums, plan_moe
@@ -286,33 +287,8 @@ def _unfused(weights: MoEWeights, x: Tensor, logits: Tensor) -> Call:
 
 
 def _unfused_fp8(weights: MoEWeights, x: Tensor, logits: Tensor) -> Call:
-    """Both grouped GEMMs in FP8, with a scale per row and per output channel, as torch has them; experts only."""
-    if weights.shared is not None:
-        raise NumericalError("not written for a shared expert")
-
-    def call() -> Tensor:
-        chosen, shares = route(logits, weights.rule, weights.correction)
-        order = chosen.flatten().argsort(stable=True)
-        by_expert = chosen.flatten()[order]
-        numbers = torch.arange(weights.rule.num_experts, device=x.device)
-        ends = torch.searchsorted(by_expert, numbers, right=True).int()
-        gate, up = _scaled(x[order // weights.rule.top_k], weights.gate_up, weights.gate_up_scale, ends).chunk(2, 1)
-        visited = _scaled(F.silu(gate) * up, weights.down, weights.down_scale, ends)
-        sorted_back = torch.empty(visited.shape, dtype=torch.float32, device=x.device)
-        sorted_back[order] = visited.float() * shares.flatten()[order, None]
-        return sorted_back.view(*chosen.shape, -1).sum(1).to(x.dtype)
-
-    return call
-
-
-def _scaled(rows: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor) -> Tensor:
-    assert scale is not None
-    unit = (rows.float().abs().amax(1) / 448.0).clamp_min(1e-12)
-    codes = (rows.float() / unit[:, None]).to(torch.float8_e4m3fn)
-    result: Tensor = torch._scaled_grouped_mm(
-        codes, weight.transpose(1, 2), unit, scale, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
-    )
-    return result
+    """In FP8 throughout."""
+    return partial(moe_unfused_fp8, x, weights, logits=logits)
 
 
 # --- compiling ahead ---------------------------------------------------------------------------------------------

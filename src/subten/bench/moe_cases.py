@@ -181,9 +181,9 @@ def demo_problem(tokens: int, l2_bytes: int, device: torch.device) -> MoEProblem
     ids = model.tokenizer.encode(shipped_text())[: model.spec.max_positions]
     seen: list[tuple[Tensor, MoEWeights]] = []
 
-    def look(x: Tensor, weights: MoEWeights) -> Tensor:
+    def look(x: Tensor, weights: MoEWeights, **rest: Any) -> Tensor:
         seen.append((x[torch.linspace(len(x) // 2, len(x) - 1, tokens).long().to(device)], weights))
-        return moe_reference(x, weights)
+        return moe_reference(x, weights, **rest)
 
     kernels = replace(model.kernels, moe=look)
     Decoder(model.spec, model.decoder.weights, kernels).forward(without_cache(ids, device), None)

@@ -1,8 +1,8 @@
 """What attention costs without codes: torch's own kernels in 16 bit, and FlashAttention-3 in 16 bit and FP8.
 
 FlashAttention-3 comes as a library of operators for torch, `_vllm_fa3_C`, inside the wheels of vLLM
-(docs/benchmarks.md says how to get it out of one). It is called as vLLM calls it for a decode step, over a contiguous
-cache, with its own choice of splits and the schedule made once beforehand.
+(docs/benchmarks/README.md says how to get it out of one). It is called as vLLM calls it for a decode step, over a
+contiguous cache, with its own choice of splits and the schedule made once beforehand.
 """
 
 from __future__ import annotations

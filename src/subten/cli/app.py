@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from subten import __version__
+from subten.bench.commands import itl, latency, report
 from subten.cli.agent_check import agent_check
 from subten.cli.agent_sandbox import agent_build_image, agent_doctor
 from subten.cli.calibrate import calibrate
@@ -27,10 +28,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 evaluations = typer.Typer(help="Measure the quality of KV formats.", rich_markup_mode=None)
+bench = typer.Typer(help="Measure how fast decode steps are.", rich_markup_mode=None)
 agent = typer.Typer(help="Judge what agents want to run, and run it apart.", rich_markup_mode=None)
 agent.command("check")(agent_check)
 agent.command("doctor")(agent_doctor)
 agent.command("build-image")(agent_build_image)
+bench.command("latency")(latency)
+bench.command("itl")(itl)
+bench.command("report")(report)
 evaluations.command("kv")(eval_kv)
 evaluations.command("retrieval")(eval_retrieval)
 evaluations.command("generate")(eval_generate)
@@ -41,6 +46,7 @@ app.command()(pull)
 app.command()(info)
 app.command()(calibrate)
 app.add_typer(evaluations, name="eval")
+app.add_typer(bench, name="bench")
 app.add_typer(agent, name="agent")
 app.command()(demo)
 

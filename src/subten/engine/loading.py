@@ -16,7 +16,7 @@ from subten.kernels.select import CACHED_ATTENTION, Kernels, select_kernels
 from subten.models.decoder import Decoder
 from subten.models.families import spec_from_config
 from subten.models.spec import DecoderSpec
-from subten.models.weights import KeptWeights, load_weights
+from subten.models.weights import KeptWeights, load_weights, pack_experts
 
 _DTYPES = {
     "float64": torch.float64,
@@ -90,7 +90,7 @@ def load_model(
         name=path.stem if path.is_file() else Path(str(model)).name or path.resolve().name,
         path=path,
         spec=spec,
-        decoder=Decoder(spec, loaded, chosen),
+        decoder=Decoder(spec, pack_experts(loaded, chosen.pack_experts), chosen),
         tokenizer=Tokenizer.from_checkpoint(checkpoint),
         fingerprint=checkpoint.fingerprint,
         dtype=compute,

@@ -20,6 +20,7 @@ from subten.errors import KernelUnavailableError
 from subten.formats.layout import PageLayout
 from subten.kernels.attention.device_cache import CODED_AHEAD, refusal
 from subten.kernels.attention.gluon_plan import why_not_gluon
+from subten.kernels.moe.gluon_plan import shape_refusal
 from subten.kernels.moe.inputs import MoEWeights
 from subten.kernels.moe.plan import size_refusal
 
@@ -64,6 +65,9 @@ class Implementation:
     """Why it can't be used so (on a device of a type in `devices`), or None when it can."""
     ahead: int = 0
     """`PageLayout.ahead` of the caches it writes to."""
+    pack: Callable[[], Callable[[Any], Any]] | None = None
+    """Imports and returns what puts the weights of one block into the form that it takes, in place, when a model is
+    loaded; None: as they are."""
     capturable: bool = True
     """Whether a CUDA graph can hold it in a decode step: its launches depend on shapes alone, and the host reads
     nothing back."""
@@ -76,15 +80,18 @@ class Kernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rope: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     linear: Callable[..., Tensor]
-    moe: Callable[[Tensor, MoEWeights], Tensor]
+    moe: Callable[..., Tensor]
     dense_attention: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+    pack_experts: Callable[[MoEWeights], MoEWeights]
+    """Puts experts into the form that `moe` takes, in place; the tensors that it was given are not to be used."""
     chosen: Mapping[str, str]
     """Operation -> name of its implementation."""
     uncapturable: frozenset[str]
     """Operations whose implementation a CUDA graph can't hold, see `Implementation.capturable`."""
 
 
-_OF_MODEL = tuple(field.name for field in fields(Kernels) if field.name not in ("chosen", "uncapturable"))
+_NO_OPERATIONS = ("pack_experts", "chosen", "uncapturable")
+_OF_MODEL = tuple(field.name for field in fields(Kernels) if field.name not in _NO_OPERATIONS)
 OPERATIONS: tuple[str, ...] = (*_OF_MODEL, CACHED_ATTENTION)
 
 
@@ -106,6 +113,7 @@ def _reference(operation: str, path: str, *, capturable: bool = True) -> Impleme
 
 
 _TRITON_PAGED = "subten.kernels.attention.triton_paged.TritonPagedAttention"
+_GLUON_MOE = "subten.kernels.moe.gluon_moe"
 _GLUON_DECODE = "subten.kernels.attention.gluon_decode.DECODE"
 
 
@@ -114,9 +122,14 @@ def _attention(name: str, device: str, load: Callable[[], Any], unavailable: Cal
 
 
 def _moe(
-    name: str, device: str, path: str, unavailable: Callable[[Use], str | None] = lambda _use: None
+    name: str,
+    device: str,
+    path: str,
+    unavailable: Callable[[Use], str | None] = lambda _use: None,
+    pack: str | None = None,
 ) -> Implementation:
-    return Implementation("moe", name, frozenset({device}), partial(_load, path), unavailable)
+    packing = partial(_load, pack) if pack else None
+    return Implementation("moe", name, frozenset({device}), partial(_load, path), unavailable, pack=packing)
 
 
 def _no_triton(use: Use) -> str | None:
@@ -141,6 +154,22 @@ def _no_triton_moe(use: Use) -> str | None:
     return next((reason for sizes in use.experts if (reason := size_refusal(*sizes))), None)
 
 
+def _no_triton_linear(use: Use) -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if torch.cuda.get_device_capability(use.device) < (8, 0):
+        return "it needs compute capability 8.0 or more"
+    if use.dtype not in (None, torch.bfloat16, torch.float16):
+        return f"it multiplies in 16 bit, and the model in {str(use.dtype).removeprefix('torch.')}"
+    return None
+
+
+def _no_gluon_moe(use: Use) -> str | None:
+    if torch.cuda.get_device_capability(use.device) != (9, 0):
+        return "it is written for compute capability 9.0"
+    return _no_triton_moe(use) or next((reason for sizes in use.experts if (reason := shape_refusal(*sizes))), None)
+
+
 def _no_gluon(use: Use) -> str | None:
     if torch.cuda.get_device_capability(use.device) != (9, 0):
         return "it is written for compute capability 9.0"
@@ -150,7 +179,15 @@ def _no_gluon(use: Use) -> str | None:
 REGISTRY: tuple[Implementation, ...] = (
     _reference("rms_norm", "subten.kernels.norm.rms_norm_reference"),
     _reference("rope", "subten.kernels.rope.rope_reference"),
+    Implementation(
+        "linear",
+        "triton",
+        frozenset({"cuda"}),
+        partial(_load, "subten.kernels.linear.triton_linear.LINEAR"),
+        _no_triton_linear,
+    ),
     _reference("linear", "subten.kernels.linear.reference.linear_reference"),
+    _moe("gluon", "cuda", f"{_GLUON_MOE}.MOE", _no_gluon_moe, f"{_GLUON_MOE}.pack"),
     _moe("triton", "cuda", "subten.kernels.moe.triton_moe.MOE", _no_triton_moe),
     _moe("unfused", "cuda", "subten.kernels.moe.unfused.moe_unfused"),
     _reference("moe", "subten.kernels.moe.reference.moe_reference", capturable=False),
@@ -195,7 +232,14 @@ def select_kernels(
     functions: dict[str, Any] = {operation: choice.load() for operation, choice in chosen.items()}
     names = MappingProxyType({operation: choice.name for operation, choice in chosen.items()})
     uncapturable = frozenset(operation for operation, choice in chosen.items() if not choice.capturable)
-    return Kernels(**functions, chosen=names, uncapturable=uncapturable)
+    pack = chosen["moe"].pack
+    return Kernels(
+        **functions, pack_experts=pack() if pack else _as_they_are, chosen=names, uncapturable=uncapturable
+    )
+
+
+def _as_they_are(weights: MoEWeights) -> MoEWeights:
+    return weights
 
 
 def select_attention(use: Use, requested: str | None = None) -> Implementation:

@@ -17,7 +17,7 @@ from subten.kernels.moe.inputs import MoEWeights
 from subten.kernels.rope import rope_table
 from subten.kernels.select import Kernels
 from subten.models.spec import DecoderSpec
-from subten.models.weight_tree import LayerWeights, ModelWeights
+from subten.models.weight_tree import DenseWeights, LayerWeights, ModelWeights
 
 Observer = Callable[[int, Tensor, Tensor, Tensor], None]
 """``observe(layer, q, k, v)`` sees what attention without a cache is given; calibration uses it."""
@@ -44,6 +44,7 @@ class Decoder:
         self.weights = weights
         self.kernels = kernels
         self.rope = rope_table(spec.rope, spec.max_positions, weights.embedding.device)
+        self._routers = [_router(layer.feed_forward) for layer in weights.layers]
 
     def forward(
         self, inputs: StepInputs, attention: PagedAttention | None, observe: Observer | None = None
@@ -89,7 +90,7 @@ class Decoder:
             q, k, v, norm = self._project(hidden, layer)
             attended = attend(index, q, k, v, norm, inputs)
             hidden = self._back(attended.flatten(1), layer.attention.o, hidden)
-            hidden = self._feed_forward(hidden, layer)
+            hidden = self._feed_forward(hidden, layer, self._routers[index])
         return hidden
 
     def _project(self, hidden: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor, Tensor, QKNorm | None]:
@@ -149,11 +150,14 @@ class Decoder:
             observe(layer, q, k, v)
         return self.kernels.dense_attention(q, k, v, inputs.attention.query_start, self.spec.attention.scale)
 
-    def _feed_forward(self, hidden: Tensor, layer: LayerWeights) -> Tensor:
+    def _feed_forward(self, hidden: Tensor, layer: LayerWeights, router: LinearWeights | None) -> Tensor:
         weights, norm = layer.feed_forward, self._norm_weights(layer.post_attention_norm)
         if isinstance(weights, MoEWeights):
-            mixed = self.kernels.moe(self._norm(hidden, norm.weight), weights)
-            return torch.add(hidden, mixed, alpha=self.spec.residual_multiplier)
+            assert router is not None, "experts have a router"
+            normed, dtype = torch.empty_like(hidden), torch.promote_types(hidden.dtype, torch.float32)
+            logits = self.kernels.linear(hidden, router, norm=norm, normed=normed, dtype=dtype)
+            factor = self.spec.residual_multiplier
+            return self.kernels.moe(normed, weights, logits=logits, residual=hidden, factor=factor)
         gate, up = self.kernels.linear(hidden, weights.gate_up, norm=norm).chunk(2, dim=-1)
         return self._back(F.silu(gate) * up, weights.down, hidden)
 
@@ -174,3 +178,12 @@ class Decoder:
             for x, weight in ((q, norm.q_weight), (k, norm.k_weight))
         )
         return q, k
+
+
+def _router(weights: DenseWeights | MoEWeights) -> LinearWeights | None:
+    """Of a block of experts; the gate of the shared expert, where it has one, is one more row."""
+    if not isinstance(weights, MoEWeights):
+        return None
+    if weights.shared is None or weights.shared.gate is None:
+        return LinearWeights(weights.router)
+    return LinearWeights(torch.cat([weights.router, weights.shared.gate]))

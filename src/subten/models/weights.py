@@ -13,6 +13,7 @@ import torch
 from subten.checkpoints.checkpoint import Checkpoint
 from subten.errors import CheckpointError
 from subten.kernels.linear.inputs import LinearWeights
+from subten.kernels.moe.inputs import MoEWeights
 from subten.models.families import FAMILIES
 from subten.models.spec import DecoderSpec, MoESpec
 from subten.models.weight_reader import Storage, WeightReader, quantise_rows, stored_experts
@@ -71,6 +72,15 @@ def load_weights(
         return weights
     codes, scale = quantise_rows(weights.output.weight)
     return replace(weights, output=LinearWeights(codes, scale=scale))
+
+
+def pack_experts(weights: ModelWeights, pack: Callable[[MoEWeights], MoEWeights]) -> ModelWeights:
+    """All experts as a kernel takes them (`Kernels.pack_experts`), in place: use the result and not the argument."""
+    layers = (
+        replace(layer, feed_forward=pack(layer.feed_forward)) if isinstance(layer.feed_forward, MoEWeights) else layer
+        for layer in weights.layers
+    )
+    return replace(weights, layers=tuple(layers))
 
 
 def required_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:

@@ -1,8 +1,8 @@
 """A mixture of experts for 1 to 64 tokens in one launch on sm_90, in Gluon: Triton with layouts by hand.
 
-The work is that of triton_decode.py, which serves other GPUs and is the one to read first. What differs is how weights
-reach a program: as one stream of tiles of 16 KiB through a ring in shared memory. The copy engine fills it, several
-tiles ahead, across the end of gate and up, of down, and of an item; a program never waits with nothing on the way.
+The work is that of triton_decode.py, which serves other GPUs and is the one to read first. What differs is how
+weights reach a program: as one stream of tiles of 16 KiB through a ring in shared memory. The copy engine fills it
+ahead of the work, across the end of gate and up, of down, and of an item.
 docs/kernels/moe.md has the reasons and the measurements.
 
 - An item is one or several slices of 64 neurons of an expert, for as many of its tokens as a tile has columns.
@@ -34,7 +34,8 @@ from subten.kernels.moe.gluon_plan import LINE, GluonMoEPlan, plan_gluon_moe
 from subten.kernels.moe.gluon_routing import columns_of, locate, route, shares_of, tiles_of_experts
 from subten.kernels.moe.inputs import SCALE_BLOCK, MoEWeights
 from subten.kernels.moe.plan import MoEShape
-from subten.kernels.moe.triton_decode import MoEScratch, multiprocessors, router_logits
+from subten.kernels.moe.reference import router_logits
+from subten.kernels.moe.triton_decode import MoEScratch, multiprocessors
 
 # What Triton 3.7 and later have under other names.
 _Memory = gl.shared_memory_descriptor
@@ -184,11 +185,13 @@ def _copy_down(weights, down_row, step, ring, place, bar, SHAPE: gl.constexpr, G
 
 @gluon.jit
 def _request(
-    step, turn, shared, expert, neuron, down_row, next_shared, next_expert, next_neuron, has_next, gate_up, down,
-    shared_gate_up, shared_down, ring, bars, SHAPE: gl.constexpr, TUNING: gl.constexpr,
+    step, turn, here, following, has_next, weights, ring, bars, SHAPE: gl.constexpr, TUNING: gl.constexpr
 ):  # fmt: skip
     """Ask for two tiles: of an item those from its `step`-th on, or of gate and up of the item behind it. `turn`
-    counts the pairs of a program."""
+    counts the pairs of a program, and `here` and `following` are what `_item` returned."""
+    gate_up, down, shared_gate_up, shared_down = weights
+    shared, expert, neuron, down_row = here
+    next_shared, next_expert, next_neuron, _ = following
     FIRST: gl.constexpr = TUNING.group * (SHAPE.hidden // gate_up.block_shape[2])
     ALL: gl.constexpr = FIRST + TUNING.group * (SHAPE.hidden // down.block_shape[0])
     place = 2 * (turn % TUNING.stages)
@@ -218,16 +221,12 @@ def _request(
 
 @gluon.jit
 def _take(
-    step, turn, shared, expert, neuron, down_row, next_shared, next_expert, next_neuron, has_next, gate_up, down,
-    shared_gate_up, shared_down, ring, bars, SHAPE: gl.constexpr, TUNING: gl.constexpr,
+    step, turn, here, following, has_next, weights, ring, bars, SHAPE: gl.constexpr, TUNING: gl.constexpr
 ):  # fmt: skip
     """Wait for two tiles, ask for those that take the place of the ones before, and return where they are."""
     AHEAD: gl.constexpr = TUNING.stages - 1
     mbarrier.wait(bars.index(turn % TUNING.stages), (turn // TUNING.stages) & 1)
-    _request(
-        step + 2 * AHEAD, turn + AHEAD, shared, expert, neuron, down_row, next_shared, next_expert, next_neuron,
-        has_next, gate_up, down, shared_gate_up, shared_down, ring, bars, SHAPE, TUNING,
-    )  # fmt: skip
+    _request(step + 2 * AHEAD, turn + AHEAD, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
     return 2 * (turn % TUNING.stages)
 
 
@@ -236,11 +235,10 @@ def _take(
 
 @gluon.jit
 def _item(
-    item, tokens, masks, tiles, first_tile, shared_items, SHAPE: gl.constexpr, TUNING: gl.constexpr,
-    TOKENS: gl.constexpr,
+    item, tokens, masks, tiles, first_tile, shared_items, SHAPE: gl.constexpr, TUNING: gl.constexpr
 ):  # fmt: skip
-    """Whether an item is of the shared expert, its expert, tokens, tile of columns, first neuron, and where its rows
-    of down begin."""
+    """Where the weights of an item are (whether of the shared expert, which expert, its first neuron, and the first
+    of its rows of down), the expert's tokens as bits, and which tile of columns the item is for."""
     WIDTH: gl.constexpr = TUNING.slice * TUNING.group
     UNITS: gl.constexpr = SHAPE.intermediate // WIDTH
     expert, mask, unit, part = locate(item - shared_items, masks, tiles, first_tile, UNITS, SHAPE.padded_experts)
@@ -255,7 +253,7 @@ def _item(
             one = gl.sum(masks * 0, 0) + 1
             mask = ((one << (tokens - 1).to(masks.dtype)) - 1) * 2 + 1
             down_row = unit * TUNING.group * SHAPE.hidden
-    return shared, expert, mask, part, unit * WIDTH, down_row
+    return (shared, expert, unit * WIDTH, down_row), mask, part
 
 
 @gluon.jit
@@ -382,12 +380,10 @@ def decode_kernel(
     STEP: gl.constexpr = gate_up.block_shape[2]
     ROWS: gl.constexpr = down.block_shape[0]
     STEPS: gl.constexpr = HIDDEN // STEP
-    BLOCKS: gl.constexpr = HIDDEN // ROWS
     OPERAND: gl.constexpr = gl.float16 if SIZE == 1 else WORD
-    TERMS: gl.constexpr = 2 if OPERAND == gl.bfloat16 else 1
+    TERMS: gl.constexpr = 2 if OPERAND.is_bf16() else 1
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
     K_WIDTH: gl.constexpr = 4 // SIZE
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, K_WIDTH)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, K_WIDTH)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
@@ -408,22 +404,21 @@ def decode_kernel(
     tiles, first_tile = tiles_of_experts(masks, COLUMNS)
     shared_items = SHAPE.shared // (SLICE * GROUP) * ((tokens + COLUMNS - 1) // COLUMNS)
     items = shared_items + gl.sum(tiles, 0) * (SHAPE.intermediate // (SLICE * GROUP))
+    weights = (gate_up, down, shared_gate_up, shared_down)
     programs = gl.num_programs(0)
     first = gl.program_id(0)
     if first < items:
-        shared, expert, mask, part, neuron, down_row = _item(
-            first, tokens, masks, tiles, first_tile, shared_items, SHAPE, TUNING, TOKENS
+        here, mask, part = _item(
+            first, tokens, masks, tiles, first_tile, shared_items, SHAPE, TUNING
         )
         for i in gl.static_range(STAGES - 1):
-            _request(
-                2 * i, i, shared, expert, neuron, down_row, shared, expert, neuron, False, gate_up, down, shared_gate_up,
-                shared_down, ring, bars, SHAPE, TUNING,
-            )  # fmt: skip
+            _request(2 * i, i, here, here, False, weights, ring, bars, SHAPE, TUNING)
         turn = 0
         for item in range(first, items, programs):
             has_next = item + programs < items
-            next_shared, next_expert, next_mask, next_part, next_neuron, next_down = _item(
-                item + programs, tokens, masks, tiles, first_tile, shared_items, SHAPE, TUNING, TOKENS
+            shared, expert, neuron, _ = here
+            following, next_mask, next_part = _item(
+                item + programs, tokens, masks, tiles, first_tile, shared_items, SHAPE, TUNING
             )
             of_operand, has_operand = columns_of(mask, part, TOKENS, COLUMNS, gl.SliceLayout(0, RIGHT))
             of_column, real = columns_of(mask, part, TOKENS, COLUMNS, BY_COLUMN)
@@ -447,11 +442,11 @@ def decode_kernel(
                 gate_scales = gate_up_scale + expert.to(gl.int64) * (2 * SHAPE.scale_blocks * SHAPE.hidden_blocks)
                 down_scales = down_scale + expert.to(gl.int64) * (SHAPE.scale_blocks * SHAPE.hidden_blocks)
             if SHAPE.shared > 0:
-                if shared != 0:
-                    width = SHAPE.shared
-                    scale_blocks = SHAPE.shared_scale_blocks
-                    if SHAPE.scales != "none":
-                        gate_scales, down_scales = shared_gate_up_scale, shared_down_scale
+                width = gl.where(shared != 0, SHAPE.shared, SHAPE.intermediate)
+                scale_blocks = gl.where(shared != 0, SHAPE.shared_scale_blocks, SHAPE.scale_blocks)
+                if SHAPE.scales != "none":
+                    gate_scales = gl.where(shared != 0, shared_gate_up_scale, gate_scales)
+                    down_scales = gl.where(shared != 0, shared_down_scale, down_scales)
 
             # Gate and up, slice by slice. What does not come through the ring is loaded as soon as the registers are
             # free: nothing waits for it before the next step, not even to be moved.
@@ -468,10 +463,7 @@ def decode_kernel(
                 up = gl.zeros([SLICE, COLUMNS], gl.float32, layout=ACC)
                 odd_gate, odd_up = gate, up
                 for _ in range(STEPS // 2):
-                    place = _take(
-                        step, turn, shared, expert, neuron, down_row, next_shared, next_expert, next_neuron, has_next,
-                        gate_up, down, shared_gate_up, shared_down, ring, bars, SHAPE, TUNING,
-                    )  # fmt: skip
+                    place = _take(step, turn, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
                     gate, up = _multiply_gate_up(ring.index(place), values, gate_scale, up_scale, gate, up, SHAPE)
                     odd_gate, odd_up = _multiply_gate_up(
                         ring.index(place + 1), odd_values, odd_gate_scale, odd_up_scale, odd_gate, odd_up, SHAPE
@@ -516,10 +508,7 @@ def decode_kernel(
             for start in range(0, HIDDEN, ROWS * (2 if GROUP == 1 else 1)):
                 added = gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC)
                 for _ in range(1 if GROUP == 1 else GROUP // 2):
-                    place = _take(
-                        step, turn, shared, expert, neuron, down_row, next_shared, next_expert, next_neuron, has_next,
-                        gate_up, down, shared_gate_up, shared_down, ring, bars, SHAPE, TUNING,
-                    )  # fmt: skip
+                    place = _take(step, turn, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
                     product = _multiply_down(ring.index(place), down, inners, units, at % GROUP, scale, ACC, SHAPE)
                     odd_product = _multiply_down(
                         ring.index(place + 1), down, inners, units, (at + 1) % GROUP, odd_scale, ACC, SHAPE
@@ -542,8 +531,7 @@ def decode_kernel(
             if FIXED:
                 odd |= (gl.max(peak, 0) > _LARGEST_SHARE / _UNIT).to(gl.int32)
                 gl.atomic_max(broken + of_column, odd, mask=real & (odd != 0), sem="relaxed")
-            shared, expert, mask, part, neuron = next_shared, next_expert, next_mask, next_part, next_neuron
-            down_row = next_down
+            here, mask, part = following, next_mask, next_part
 
     arriving = gl.minimum(items, programs)
     if first < arriving:

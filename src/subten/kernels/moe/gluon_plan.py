@@ -77,10 +77,10 @@ class GluonMoEPlan:
 
 def shape_refusal(hidden: int, intermediate: int, shared: int = 0) -> str | None:
     """Why the kernel does not serve experts of these sizes, or None."""
-    if hidden % 512 or hidden < 1024 or intermediate % 32 or shared % 32:
+    if hidden % 512 or hidden < 1024 or intermediate % SLICE or shared % SLICE:
         return (
-            f"it takes a hidden size from 1024 on that is a multiple of 512 and experts of a multiple of 32, not "
-            f"{hidden} and {intermediate}" + f" with a shared one of {shared}" * bool(shared)
+            f"it takes a hidden size from 1024 on that is a multiple of 512 and experts of a multiple of {SLICE}, "
+            f"not {hidden} and {intermediate}" + f" with a shared one of {shared}" * bool(shared)
         )
     return None
 
@@ -95,9 +95,9 @@ def tune_gluon_moe(shape: MoEShape, tokens: int, num_sms: int) -> GluonMoETuning
     """What was fastest on an H200, see docs/kernels/moe.md.
 
     Slices are added up before they leave a program where the items that are left still balance: additions into the
-    sums are then half as many. Three programs on a multiprocessor hide each other's steps; two where there is not even
-    one item for each multiprocessor, so that the next tiles of the few are on their way, and where the routing, which
-    every program looks at, is as much as a wave of items.
+    sums are then half as many. Three programs on a multiprocessor hide each other's steps; two where there is not
+    even one item for each multiprocessor, so that the next tiles of the few are on their way, and where the routing,
+    which every program looks at, is as much as a wave of items.
     """
     columns = tile_columns(shape, tokens)
     visited = expected_experts(shape, tokens) * shape.intermediate + shape.shared

@@ -102,7 +102,8 @@ def route(logits, correction, tokens, logits_stride, SHAPE: gl.constexpr, TOKENS
         counted = chosen if SHAPE.renormalize else inside
         divisor = gl.sum(gl.where(counted, gl.exp2((logit - top[:, None]) * _LOG2_E), 0.0), 1)
     divisor = gl.where(token < tokens, divisor, 1.0)
-    masks = gl.sum(gl.where(chosen, gl.full([TOKENS, EXPERTS], 1, MASK, layout=GRID) << token.to(MASK)[:, None], 0), 0)
+    bit = gl.full([TOKENS, EXPERTS], 1, MASK, layout=GRID) << token.to(MASK)[:, None]
+    masks = gl.sum(gl.where(chosen, bit, 0), 0)
     return gl.convert_layout(masks, experts_layout(EXPERTS, WARPS)), top, divisor
 
 

@@ -12,24 +12,60 @@ from subten.kernels.moe.router import route
 from subten.kernels.precision import at_least_float32
 
 
-def moe_reference(x: Tensor, weights: MoEWeights) -> Tensor:
+def moe_reference(
+    x: Tensor,
+    weights: MoEWeights,
+    *,
+    logits: Tensor | None = None,
+    residual: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
     """Mix the SwiGLU experts of each token of `x` [tokens, hidden]; returns the same shape and dtype.
+
+    Args:
+        x: the tokens.
+        weights: the block.
+        logits: of the router [tokens, num_experts], and in one more column that of the shared expert's gate where it
+            has one. By default computed here.
+        residual: [tokens, hidden], what the result is added to.
+        factor: of the result before that.
 
     Each expert that was chosen at all is visited once, in ascending order, with the tokens routed to it. The
     experts' outputs are summed in float32 (float64 for float64 tokens) and rounded once, so a token's result
     depends on the rest of the batch only through the shape of the matrix products. A NaN in one token stays in
     that token. Experts in FP8 are restored, one after the other, in the dtype of `x`.
     """
-    chosen, expert_weights = route(F.linear(x, weights.router), weights.rule, weights.correction)
+    logits = router_logits(x, weights) if logits is None else logits
+    chosen, expert_weights = route(logits[:, : weights.rule.num_experts], weights.rule, weights.correction)
     output = torch.zeros_like(at_least_float32(x))
     for expert in sorted(set(chosen.flatten().tolist())):
         tokens, choice = (chosen == expert).nonzero(as_tuple=True)
         visited = _visit(x[tokens], weights.experts, expert)
         output.index_add_(0, tokens, at_least_float32(visited) * expert_weights[tokens, choice, None])
     if weights.shared is not None:
-        visited, gate = _visit(x, weights.shared.expert, 0), weights.shared.gate
-        output += visited if gate is None else torch.sigmoid(at_least_float32(F.linear(x, gate))) * visited
-    return output.to(x.dtype)
+        visited = _visit(x, weights.shared.expert, 0)
+        output += visited if weights.shared.gate is None else gate_share(logits) * visited
+    return onto(residual, output.to(x.dtype), factor)
+
+
+def router_logits(x: Tensor, weights: MoEWeights) -> Tensor:
+    """[tokens, num_experts], and in one more column that of the shared expert's gate where it has one."""
+    logits, shared = F.linear(x, weights.router), weights.shared
+    if shared is None or shared.gate is None:
+        return logits
+    return torch.cat([logits, F.linear(x, shared.gate)], 1)
+
+
+def gate_share(logits: Tensor) -> Tensor:
+    """[tokens, 1], of the shared expert, from logits with a column for it."""
+    return torch.sigmoid(at_least_float32(logits[:, -1:]))
+
+
+def onto(residual: Tensor | None, output: Tensor, factor: float) -> Tensor:
+    """``residual + factor * output``"""
+    if residual is not None:
+        return torch.add(residual, output, alpha=factor)
+    return output if factor == 1 else output * factor
 
 
 def _visit(x: Tensor, experts: Experts, expert: int) -> Tensor:

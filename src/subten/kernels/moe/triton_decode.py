@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from subten.kernels.moe.gluon_plan import GluonMoEPlan
 from subten.kernels.moe.inputs import SCALE_BLOCK, MoEWeights
 from subten.kernels.moe.plan import MoEPlan, MoEShape, plan_moe
+from subten.kernels.moe.reference import router_logits
 
 _SCALE_BLOCK = tl.constexpr(SCALE_BLOCK)
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -62,7 +63,7 @@ class MoEScratch:
     counters: Tensor
 
     @classmethod
-    def allocate(cls, plan: MoEPlan, hidden: int, device: torch.device) -> MoEScratch:
+    def allocate(cls, plan: MoEPlan | GluonMoEPlan, hidden: int, device: torch.device) -> MoEScratch:
         """For launches of this plan."""
         dtype = torch.int64 if plan.sums == "fixed" else torch.float32
         return cls(
@@ -85,6 +86,8 @@ def moe_decode(
     scratch: MoEScratch | None = None,
     *,
     logits: Tensor | None = None,
+    residual: Tensor | None = None,
+    factor: float = 1.0,
     out: Tensor | None = None,
     activation: Any = swiglu,
 ) -> Tensor:
@@ -102,6 +105,8 @@ def moe_decode(
         scratch: for this plan or one with as many tokens; by default allocated and cleared, a few launches more.
         logits: of the router [tokens, num_experts], and in one more column that of the shared expert's gate where it
             has one. By default computed here, in the precision of `router`.
+        residual: [tokens, hidden], contiguous, what the result is added to.
+        factor: of the result before that.
         out: [tokens, hidden], contiguous, where to leave the result: that is of its dtype then.
         activation: from gate and up in float32 to what down is given; a Triton function.
     """
@@ -114,20 +119,12 @@ def moe_decode(
     logits = router_logits(x, weights) if logits is None else logits
     tuning = plan.tuning
     decode_kernel[(plan.programs,)](
-        **decode_arguments(x, logits, weights, plan, scratch, out, activation),
+        **decode_arguments(x, logits, weights, plan, scratch, out, activation, residual, factor),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
         maxnreg=tuning.registers,
     )
     return out
-
-
-def router_logits(x: Tensor, weights: MoEWeights) -> Tensor:
-    """[tokens, num_experts], and in one more column that of the shared expert's gate where it has one."""
-    logits, shared = F.linear(x, weights.router), weights.shared
-    if shared is None or shared.gate is None:
-        return logits
-    return torch.cat([logits, F.linear(x, shared.gate)], 1)
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -143,6 +140,8 @@ def decode_arguments(
     scratch: MoEScratch,
     out: Tensor,
     activation: Any = swiglu,
+    residual: Tensor | None = None,
+    factor: float = 1.0,
 ) -> dict[str, Any]:
     """All arguments of `decode_kernel`, see `moe_decode`."""
     shared, shape = weights.shared, MoEShape.of(weights)
@@ -161,10 +160,12 @@ def decode_arguments(
         "sums": scratch.sums,
         "broken": scratch.broken,
         "counters": scratch.counters,
+        "residual": residual,
         "out": out,
         "tokens": len(x),
         "x_stride": x.stride(0),
         "logits_stride": logits.stride(0),
+        "factor": float(factor),
         "SHAPE": shape,
         "TUNING": plan.tuning,
         "TOKENS": plan.tokens,
@@ -426,7 +427,9 @@ def _slice_of_expert(
 
 
 @triton.jit
-def _finish(sums, broken, out, tokens, number, finishers, SHAPE: tl.constexpr, FIXED: tl.constexpr):
+def _finish(
+    sums, broken, residual, out, tokens, factor, number, finishers, SHAPE: tl.constexpr, FIXED: tl.constexpr
+):  # fmt: skip
     """Turn every `finishers`-th block of sums, from `number` on, into output, and clear it."""
     BLOCK: tl.constexpr = 512
     HIDDEN: tl.constexpr = SHAPE.hidden
@@ -438,6 +441,9 @@ def _finish(sums, broken, out, tokens, number, finishers, SHAPE: tl.constexpr, F
         if FIXED:
             lost = tl.load(broken + at // HIDDEN, mask=inside, other=0, cache_modifier=".cg")
             value = tl.where(lost != 0, float("nan"), value.to(tl.float32) * _UNIT)
+        value *= factor
+        if residual is not None:
+            value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
     # A thread does not clear what it has read: the compiler gives each access a layout of its own. So all read first.
     tl.debug_barrier()
@@ -449,9 +455,9 @@ def _finish(sums, broken, out, tokens, number, finishers, SHAPE: tl.constexpr, F
 @triton.jit
 def decode_kernel(
     x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up, shared_gate_up_scale,
-    shared_down, shared_down_scale, sums, broken, counters, out, tokens, x_stride, logits_stride, SHAPE: tl.constexpr,
-    TUNING: tl.constexpr, TOKENS: tl.constexpr, FINISHERS: tl.constexpr, FIXED: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    shared_down, shared_down_scale, sums, broken, counters, residual, out, tokens, x_stride, logits_stride, factor,
+    SHAPE: tl.constexpr, TUNING: tl.constexpr, TOKENS: tl.constexpr, FINISHERS: tl.constexpr, FIXED: tl.constexpr,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs. The shared expert's items come first, then those of visited experts."""
     SLICE: tl.constexpr = TUNING.slice
@@ -516,7 +522,8 @@ def decode_kernel(
             if FINISHERS > 1:
                 while tl.atomic_add(counters, 0, sem="acquire") < arriving:
                     pass
-            _finish(sums, broken, out, tokens, ticket - (arriving - finishers), finishers, SHAPE, FIXED)
+            number = ticket - (arriving - finishers)
+            _finish(sums, broken, residual, out, tokens, factor, number, finishers, SHAPE, FIXED)
             tl.debug_barrier()
             if tl.atomic_add(counters + 1, 1, sem="acq_rel") == finishers - 1:
                 tl.store(broken + token, tl.zeros([TOKENS], tl.int32))

@@ -1,70 +1,48 @@
-"""The mixture of experts of a GPU: one launch for few tokens, grouped GEMMs for many."""
+"""The mixture of experts of NVIDIA GPUs from sm_80 on."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from subten.errors import KernelUnavailableError
 from subten.kernels.moe.inputs import MoEWeights
-from subten.kernels.moe.packing import E4M3
-from subten.kernels.moe.plan import MAX_TOKENS, Activations, MoEPlan, MoEShape, Sums, plan_moe, refusal
+from subten.kernels.moe.one_launch import OneLaunchMoE
+from subten.kernels.moe.plan import Activations, MoEPlan, MoEShape, Sums, plan_moe, refusal
 from subten.kernels.moe.triton_decode import MoEScratch, moe_decode, multiprocessors
-from subten.kernels.moe.unfused import moe_unfused
 
 
-class TritonMoE:
-    """``moe(x, weights)``, see `moe_reference`. It keeps plans, and scratch memory per device and hidden size, which
-    all layers use in turn: its calls belong on one stream."""
+class TritonMoE(OneLaunchMoE[MoEPlan]):
+    """See `OneLaunchMoE`."""
+
+    name = "triton"
 
     def __init__(self, activations: Activations = "16bit", sums: Sums = "fixed") -> None:
+        super().__init__()
         self.activations = activations
         self.sums = sums
-        self._plans: dict[tuple[MoEShape, int, torch.device], MoEPlan] = {}
-        self._scratch: dict[tuple[torch.device, int], MoEScratch] = {}
 
-    def __call__(self, x: Tensor, weights: MoEWeights) -> Tensor:
-        """Up to `MAX_TOKENS` tokens in one launch behind the router's product, more through grouped GEMMs.
+    def refuse(self, weights: MoEWeights) -> str | None:
+        """See `OneLaunchMoE.refuse`."""
+        blocks = [weights.experts, *([weights.shared.expert] if weights.shared else [])]
+        return next((reason for reason in map(refusal, blocks) if reason), None)
 
-        Raises:
-            KernelUnavailableError: the experts are of a kind that the kernel does not serve.
-        """
-        if len(x) > MAX_TOKENS:
-            return moe_unfused(x, weights)
-        blocks = (weights.experts, *([weights.shared.expert] if weights.shared else []))
-        reason = next((reason for reason in map(refusal, blocks) if reason), None) or _no_fp8(weights)
-        if reason is not None:
-            raise KernelUnavailableError(f"the triton kernel does not serve these experts: {reason}")
-        if not len(x):
-            return torch.empty_like(x)
-        plan = self.plan(MoEShape.of(weights), len(x), x.device)
-        return moe_decode(x, weights, plan, self._scratch_of(weights, x.device))
+    def make_plan(self, shape: MoEShape, tokens: int, device: torch.device) -> MoEPlan:
+        """See `OneLaunchMoE.make_plan`."""
+        activations = self.activations if shape.scales != "none" else "16bit"
+        return plan_moe(shape, tokens, multiprocessors(device), activations, self.sums)
 
-    def plan(self, shape: MoEShape, tokens: int, device: torch.device) -> MoEPlan:
-        """How the launch for so many tokens is split."""
-        key = shape, tokens, device
-        if key not in self._plans:
-            activations = self.activations if shape.scales != "none" else "16bit"
-            self._plans[key] = plan_moe(shape, tokens, multiprocessors(device), activations, self.sums)
-        return self._plans[key]
-
-    def _scratch_of(self, weights: MoEWeights, device: torch.device) -> MoEScratch:
-        shape = MoEShape.of(weights)
-        key = device, shape.hidden
-        if key in self._scratch:
-            return self._scratch[key]
-        scratch = MoEScratch.allocate(self.plan(shape, MAX_TOKENS, device), shape.hidden, device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return scratch  # It lies in the graph's own memory, and is cleared by every replay.
-        self._scratch[key] = scratch
-        return scratch
-
-
-def _no_fp8(weights: MoEWeights) -> str | None:
-    weight = weights.gate_up
-    if weight.dtype == E4M3 and weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9):
-        return "weights in FP8 need compute capability 8.9 or more"
-    return None
+    def launch(
+        self,
+        x: Tensor,
+        weights: MoEWeights,
+        plan: MoEPlan,
+        scratch: MoEScratch,
+        logits: Tensor | None,
+        residual: Tensor | None,
+        factor: float,
+    ) -> Tensor:
+        """See `OneLaunchMoE.launch`."""
+        return moe_decode(x, weights, plan, scratch, logits=logits, residual=residual, factor=factor)
 
 
 MOE = TritonMoE()

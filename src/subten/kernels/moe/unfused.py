@@ -9,6 +9,7 @@ from torch import Tensor
 
 from subten.kernels.moe.inputs import Experts, MoEWeights
 from subten.kernels.moe.packing import wide_down, wide_gate_up
+from subten.kernels.moe.reference import gate_share, onto, router_logits
 from subten.kernels.moe.router import route
 from subten.kernels.precision import at_least_float32
 
@@ -16,18 +17,25 @@ _AT_ONCE = 1 << 26
 """Weights that are restored together: 256 MB in float32."""
 
 
-def moe_unfused(x: Tensor, weights: MoEWeights, *, logits: Tensor | None = None) -> Tensor:
+def moe_unfused(
+    x: Tensor,
+    weights: MoEWeights,
+    *,
+    logits: Tensor | None = None,
+    residual: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
     """Mix the SwiGLU experts of each token of `x` [tokens, hidden]; returns the same shape and dtype.
 
-    `logits` [tokens, num_experts] of the router are computed here by default.
+    For the arguments see `moe_reference`.
 
     Nothing is read back to the host and no shape depends on the routing: a CUDA graph can capture it. Where torch has
     no grouped GEMM for the device and dtype (it has for bfloat16 from compute capability 9.0 on), every expert is
     applied to every row and the right one chosen. Experts in FP8 are restored in `x`'s dtype, which takes memory for
     the block in that dtype and is no more than a way to have the result. Sums are in float32 (float64 for float64).
     """
-    logits = F.linear(x, weights.router) if logits is None else logits
-    chosen, shares = route(logits, weights.rule, weights.correction)
+    logits = router_logits(x, weights) if logits is None else logits
+    chosen, shares = route(logits[:, : weights.rule.num_experts], weights.rule, weights.correction)
     order = chosen.flatten().argsort(stable=True)
     by_expert = chosen.flatten()[order]
     numbers = torch.arange(weights.rule.num_experts, device=x.device)
@@ -39,8 +47,8 @@ def moe_unfused(x: Tensor, weights: MoEWeights, *, logits: Tensor | None = None)
     sorted_back[order] = at_least_float32(visited) * shares.flatten()[order, None]
     output = sorted_back.view(*chosen.shape, -1).sum(1)
     if weights.shared is not None:
-        output += _shared(x, weights)
-    return output.to(x.dtype)
+        output += _shared(x, weights, logits)
+    return onto(residual, output.to(x.dtype), factor)
 
 
 def all_gate_up(experts: Experts, dtype: torch.dtype) -> Tensor:
@@ -79,9 +87,9 @@ def _grouped(rows: Tensor, weight: Tensor, ends: Tensor, by_expert: Tensor) -> T
     return result
 
 
-def _shared(x: Tensor, weights: MoEWeights) -> Tensor:
+def _shared(x: Tensor, weights: MoEWeights, logits: Tensor) -> Tensor:
     assert weights.shared is not None
-    expert, gate = weights.shared.expert, weights.shared.gate
+    expert = weights.shared.expert
     first, up = F.linear(x, all_gate_up(expert, x.dtype)[0]).chunk(2, -1)
     visited = at_least_float32(F.linear(F.silu(first) * up, all_down(expert, x.dtype)[0]))
-    return visited if gate is None else torch.sigmoid(at_least_float32(F.linear(x, gate))) * visited
+    return visited if weights.shared.gate is None else gate_share(logits) * visited

@@ -1,0 +1,375 @@
+"""The tables of docs/benchmarks/README.md, from committed measurements: no number in them stands anywhere else.
+
+What was not measured has no row, and a section without rows is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from subten.bench.published import Measured, Published, Row
+from subten.bench.shapes import MAIN_CONTEXT, context_name
+from subten.formats import CacheGeometry, PageLayout, get_format
+
+PICTURES = ("latency.png", "roofline.png", "moe.png", "attention.png")
+"""Files beside the document, each there where its section is."""
+
+_OURS = "kv2"
+_SEED = "seed-32b-a7b"
+_BY_KERNEL = 6
+
+
+def render(found: Published) -> str:
+    """All sections, in Markdown; empty where nothing was measured."""
+    sections = [
+        _article_table(found),
+        _claims(found),
+        _steps(found.steps),
+        _profiles(found.steps),
+        _itl(found.itl),
+        _moe(found.moe),
+        _attention(found.attention),
+    ]
+    written = [section for section in sections if section]
+    return "\n\n".join(["## Results", *written]) if written else ""
+
+
+# --- decode steps ----------------------------------------------------------------------------------------------
+
+
+def _article_table(found: Published) -> str:
+    rows = [row for row in drawn_steps(found.steps) if row["batch"] == 1]
+    if not rows:
+        return ""
+    largest = {_case(row): row for row in found.largest.rows if row["context"] == MAIN_CONTEXT}
+    limits = {row["limit_ms"] for row in largest.values()}
+    below = f"largest batch below {min(limits):g} ms" if limits else "largest batch"
+    lines = [
+        [
+            row["shape"],
+            row["kv"],
+            row["moe"],
+            _figure(row["p50_ms"], ".2f"),
+            _figure(row["p99_ms"], ".2f"),
+            _figure(row["p99_over_p50"], ".3f"),
+            _figure(row["share"], ".0%"),
+            _figure(row["cache_gb"], ".2f"),
+            _figure(row["bits"], ".2f"),
+            _largest(largest.get(_case(row))),
+        ]
+        for row in _in_order(rows)
+    ]
+    head = ["shape", "KV", "MoE", "p50 ms", "p99 ms", "p99/p50", "of reading", "cache GB", "bits", below]
+    text = (
+        f"One sequence of {context_name(MAIN_CONTEXT)} tokens: milliseconds of a decode step. "
+        '"Of reading" is the time in which the machine reads the bytes that such a step must read, over the time it '
+        "takes. A batch with `≥` is the largest that was tried, or that fits."
+    )
+    return "\n\n".join(["### The table", text, _table(head, lines, names=3), _provenance(found.steps)])
+
+
+def _largest(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row["batch"] is None:
+        return "none"
+    return f"{row['batch']}" if row["next_batch"] is not None else f"≥ {row['batch']}"
+
+
+def _claims(found: Published) -> str:
+    steps = drawn_steps(found.steps)
+    lines = []
+    bits = [row["bits"] for row in steps if row["kv"] == _OURS]
+    if bits:
+        geometry = CacheGeometry(32, 8, 128)
+        wide, coded = (
+            PageLayout(get_format(name), 128, ahead=1).cache_bytes(geometry, 65536, 32) / 2**30
+            for name in ("bf16", _OURS)
+        )
+        lines.append(
+            [
+                "the KV cache shrinks by 75%",
+                f"`{_OURS}` takes {min(bits):.2f} to {max(bits):.2f} bits per element at "
+                f"{context_name(MAIN_CONTEXT)}, windows and all: {1 - max(bits) / 16:.0%} less than 16 bit",
+            ]
+        )
+        lines.append(
+            [
+                "batch 32 at 64k in 16 bit takes over 64 GB",
+                f"by the byte formula, 32 layers of 8 KV heads of 128 channels take {wide:.0f} GiB in 16 bit, and "
+                f"{coded:.0f} GiB in `{_OURS}`",
+            ]
+        )
+    for row in _in_order(row for row in steps if row["shape"] == _SEED and row["batch"] == 1):
+        if row["kv"] in (_OURS, "bf16"):
+            lines.append(
+                [
+                    f"a token in less than 10 ms, 8 experts, 32B parameters, 7B active: {row['kv']}, {row['moe']}",
+                    f"p50 {row['p50_ms']:.2f} ms, p99 {row['p99_ms']:.2f} ms at batch 1",
+                ]
+            )
+    largest = [row for row in found.largest.rows if row["context"] == MAIN_CONTEXT and row["moe"] == "fused"]
+    lines += [
+        [
+            f"the same, by batch: `{row['shape']}`, {row['kv']}, fused",
+            "not even one sequence"
+            if row["batch"] is None
+            else f"up to batch {_largest(row)}, p99 {row['p99_ms']:.2f} ms",
+        ]
+        for row in _in_order(largest)
+        if row["kv"] in (_OURS, "bf16")
+    ]
+    ratios = [row["p99_over_p50"] for row in steps if row["moe"] == "fused" and row["kv"] == _OURS]
+    if ratios:
+        lines.append(
+            [
+                "latency is deterministic",
+                f"p99/p50 of fused steps over `{_OURS}` lies between {min(ratios):.3f} and {max(ratios):.3f}",
+            ]
+        )
+    if not lines:
+        return ""
+    return "\n\n".join(["### The article's claims", _table(["the article says", "measured"], lines, names=2)])
+
+
+def _steps(measured: Measured) -> str:
+    rows = _with_figures(measured)
+    if not rows:
+        return ""
+    parts = [
+        "### Steps by batch",
+        'p50 / p99 in ms; "host" is what the host alone takes of a step at the largest batch, measured with graphs '
+        "that do nothing.",
+    ]
+    for shape in _unique(row["shape"] for row in rows):
+        own = [row for row in rows if row["shape"] == shape]
+        batches = sorted({row["batch"] for row in own})
+        lines = []
+        for context, kv, moe in _unique((r["context"], r["kv"], r["moe"]) for r in _in_order(own)):
+            of = {r["batch"]: r for r in own if (r["context"], r["kv"], r["moe"]) == (context, kv, moe)}
+            cells = [f"{of[b]['p50_ms']:.2f} / {of[b]['p99_ms']:.2f}" if b in of else "" for b in batches]
+            host = _figure(of[max(of)]["host_ms"], ".2f")
+            lines.append([context_name(context), kv, moe, *cells, host])
+        head = ["context", "KV", "MoE", *(f"batch {batch}" for batch in batches), "host"]
+        parts += [f"`{shape}`:", _table(head, lines, names=3)]
+    reasons = _unique(f"- {_named(row)}: {row['note']}" for row in measured.rows if row["p50_ms"] is None)
+    if reasons:
+        parts += ["Without a figure:", "\n".join(reasons)]
+    if drawn_steps(measured):
+        parts += ["![p99 by batch](latency.png)", "![Share of the time that is reading](roofline.png)"]
+    return "\n\n".join(parts)
+
+
+def _profiles(measured: Measured) -> str:
+    rows = [row for row in _with_figures(measured) if row["profile"]]
+    if not rows:
+        return ""
+    parts = ["### Where the time of a step goes", "Kernels of one step, by what all launches of each take together."]
+    for row in _in_order(rows):
+        profile = row["profile"]
+        lines = [
+            [
+                f"`{kernel['name'][:60]}`",
+                f"{kernel['us']:.0f}",
+                f"{kernel['launches']:.0f}",
+                f"{kernel['us'] / profile['us']:.0%}",
+            ]
+            for kernel in profile["kernels"][:_BY_KERNEL]
+        ]
+        title = f"{_named(row)}: {profile['us']:.0f} us in {profile['launches']:.0f} launches"
+        parts += [title, _table(["kernel", "us", "launches", "share"], lines, names=1)]
+    return "\n\n".join(parts)
+
+
+def _itl(measured: Measured) -> str:
+    rows = [row for row in measured.rows if row["p50_ms"] is not None]
+    if not rows:
+        return ""
+    lines = [
+        [
+            row["shape"],
+            row["kv"],
+            f"{context_name(row['prompt'])} in chunks of {row['chunk_size']}",
+            "none" if row["budget_ms"] is None else f"{row['budget_ms']:g}",
+            f"{_figure(row['alone_p50_ms'], '.2f')} / {_figure(row['alone_p99_ms'], '.2f')}",
+            f"{row['p50_ms']:.2f} / {row['p99_ms']:.2f}",
+            f"{row['max_ms']:.2f}",
+            _figure(row["within"], ".1%"),
+            _figure(row["prompt_s"], ".1f"),
+        ]
+        for row in rows
+    ]
+    head = [
+        "shape",
+        "KV",
+        "prompt",
+        "budget ms",
+        "alone",
+        "beside it",
+        "slowest",
+        "within",
+        "first token of the prompt s",
+    ]
+    text = "A stream while a long prompt is computed beside it: from token to token, p50 / p99 in ms."
+    parts = ["### A prompt beside a stream", text, _table(head, lines, names=3), _provenance(measured)]
+    return "\n\n".join(parts)
+
+
+# --- kernels ---------------------------------------------------------------------------------------------------
+
+
+def _moe(measured: Measured) -> str:
+    rows = drawn_moe(measured)
+    if not rows:
+        return ""
+    lines = [
+        [
+            row["shape"],
+            row["weights"],
+            row["activations"],
+            str(row["tokens"]),
+            f"{row['us']:.1f}",
+            f"{row['floor_us']:.1f}",
+            f"{row['share']:.0%}",
+            _figure(row["peer_us"], ".1f"),
+            row["peer"] or "",
+            _figure(row["ratio"], ".2f"),
+        ]
+        for row in rows
+    ]
+    head = [
+        "shape",
+        "weights",
+        "activations",
+        "tokens",
+        "us",
+        "floor us",
+        "share",
+        "peer us",
+        "fastest peer",
+        "peer/ours",
+    ]
+    return "\n\n".join(
+        [
+            "### Mixtures of experts",
+            "One block in one launch, from the router's logits to the output. The floor is reading the experts.",
+            _table(head, lines, names=3),
+            "![One block: ours, floor and peers](moe.png)",
+            _provenance(measured),
+        ]
+    )
+
+
+def _attention(measured: Measured) -> str:
+    rows = [row for row in measured.rows if row["us"] is not None and row["context"] == MAIN_CONTEXT]
+    if not rows:
+        return ""
+    lines = [
+        [
+            f"{row['batch']}x{row['kv_heads']}x{row['group']}",
+            row["format"] + (" + mean key" if row["mean_key"] else ""),
+            row["kernel"],
+            f"{row['us']:.1f}",
+            _figure(row["baseline_us"], ".1f"),
+            _figure(row["fa3_us"], ".1f"),
+            _figure(row["fa3_fp8_us"], ".1f"),
+            _figure(row["ratio"], ".2f"),
+            _figure(row["read_share"], ".0%"),
+        ]
+        for row in rows
+    ]
+    head = [
+        "batch x KV heads x group",
+        "cache",
+        "kernel",
+        "us",
+        "torch 16 bit",
+        "FA3 16 bit",
+        "FA3 FP8",
+        "torch/ours",
+        "of reading",
+    ]
+    parts = [
+        "### Attention",
+        f"One layer at {context_name(MAIN_CONTEXT)}, heads of 128 channels; microseconds.",
+        _table(head, lines, names=3),
+    ]
+    if drawn_attention(measured):
+        parts.append("![Attention: speed against 16 bit by context](attention.png)")
+    return "\n\n".join([*parts, _provenance(measured)])
+
+
+# --- what is drawn ---------------------------------------------------------------------------------------------
+
+
+def drawn_steps(measured: Measured) -> list[Row]:
+    """Steps at the main context."""
+    return [row for row in _with_figures(measured) if row["context"] == MAIN_CONTEXT]
+
+
+def drawn_moe(measured: Measured) -> list[Row]:
+    """All blocks that have a figure."""
+    return [row for row in measured.rows if row["us"] is not None]
+
+
+def drawn_attention(measured: Measured) -> list[Row]:
+    """Attention without the term of a mean key, where there is one in 16 bit to compare it with."""
+    return [row for row in measured.rows if row["ratio"] is not None and not row["mean_key"]]
+
+
+# --- Markdown --------------------------------------------------------------------------------------------------
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]], names: int) -> str:
+    """The first `names` columns are text."""
+    marks = ["---"] * names + ["---:"] * (len(head) - names)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, marks, *lines))
+
+
+def _provenance(measured: Measured) -> str:
+    said = _unique(
+        f"[{name}](../../benchmarks/results/{name}): {machine['device']}, which reads "
+        f"{machine['read_tb_per_s']:.2f} TB/s; torch {machine['torch']}, Triton {machine['triton']}, driver "
+        f"{machine['driver']}; source {machine['commit']}."
+        for name, machine in measured.runs
+    )
+    return "\n".join(said)
+
+
+def _with_figures(measured: Measured) -> list[Row]:
+    return [row for row in measured.rows if row["p50_ms"] is not None]
+
+
+def _named(row: Row) -> str:
+    return f"`{row['shape']}`, batch {row['batch']}, {context_name(row['context'])}, {row['kv']}, {row['moe']}"
+
+
+def _case(row: Row) -> tuple[str, str, str]:
+    return row["shape"], row["kv"], row["moe"]
+
+
+def _in_order(rows: Iterable[Row]) -> list[Row]:
+    """By shape as they come, then from what others do to what we do."""
+    listed = list(rows)
+    shapes = _unique(row["shape"] for row in listed)
+    kinds = {"bf16": 0, "fp8": 1, "int4": 2, "kv4": 3, _OURS: 4}
+    return sorted(
+        listed,
+        key=lambda r: (
+            shapes.index(r["shape"]),
+            r["context"],
+            kinds.get(r["kv"], 5),
+            r["kv"],
+            -(r["moe"] == "unfused"),
+            r.get("batch") or 0,
+        ),
+    )
+
+
+def _unique(items: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(items))
+
+
+def _figure(x: float | None, spec: str) -> str:
+    return "" if x is None else f"{x:{spec}}"

@@ -1,0 +1,260 @@
+"""Batches that decode over caches of a given length, without anybody having computed a prompt.
+
+The engine's own `Runner`, books and decode step; only the cache's bytes are made up, and the token that a sequence
+begins with. The books hold the lengths that the bytes stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from subten.bench.caches import coded_pages, fill_storage
+from subten.engine.calibrate import Calibration
+from subten.engine.decode_rows import DecodeWork, Draw
+from subten.engine.decode_step import Decoded
+from subten.engine.graphs import GraphRecorder, Recorded, Recorder, Step, why_no_graphs
+from subten.engine.layer_cache import layer_cache
+from subten.engine.loading import LoadedModel
+from subten.engine.memory import free_memory
+from subten.engine.runner import Runner, Work
+from subten.engine.sampling import SamplingParams
+from subten.engine.usage import CacheUsage
+from subten.errors import CacheMemoryError, KernelUnavailableError, NumericalError
+from subten.formats import PAGE_SIZE, KVFormat, PageLayout
+from subten.kernels.select import Use, select_attention
+from subten.kvcache import CacheBooks
+from subten.kvcache.storage import predicted_bytes
+
+_APPENDED = 4096
+"""Tokens that are entered into the books at a time."""
+_SHARE_OF_FREE_MEMORY = 0.9
+"""For the cache. The rest is for captured graphs and what runs beside them."""
+
+
+class EagerRecorder:
+    """Takes the step again wherever a graph would be replayed: the stand-in of a device that has no graphs."""
+
+    def __call__(self, step: Step) -> Recorded:
+        """Of this step."""
+        logits, results = step()
+
+        def again() -> None:
+            for kept, new in zip((logits, results), step(), strict=True):
+                kept.copy_(new)
+
+        return Recorded(again, logits, results)
+
+
+class Instruments:
+    """Stands between a runner and its graphs: has the device measure them, or leaves them out.
+
+    Args:
+        recorder: what makes the graphs.
+        device: where they run.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+        self._recorder, self._device = recorder, device
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
+        self._still = False
+
+    def __call__(self, step: Step) -> Recorded:
+        """Of this step."""
+        recorded = self._recorder(step)
+        return replace(recorded, replay=partial(self._replay, recorded.replay))
+
+    def device_ms(self, steps: Callable[[], object]) -> list[float]:
+        """What the device takes for each graph that is launched meanwhile; nothing where it is a CPU."""
+        self._spans = []
+        try:
+            steps()
+            spans = self._spans
+        finally:
+            self._spans = None
+        if not spans:
+            return []
+        torch.cuda.synchronize(self._device)
+        return [start.elapsed_time(end) for start, end in spans]
+
+    def without_graphs(self, steps: Callable[[], object]) -> None:
+        """Graphs that are launched meanwhile do nothing. What rows hold is wrong behind it: begin another batch."""
+        self._still = True
+        try:
+            steps()
+        finally:
+            self._still = False
+
+    def _replay(self, replay: Callable[[], object]) -> None:
+        if self._still:
+            return
+        if self._spans is None or self._device.type != "cuda":
+            replay()
+            return
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        replay()
+        end.record()
+        self._spans.append((start, end))
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """What a cache is made for.
+
+    Attributes:
+        layout: of its pages, as the kernels that were chosen write them.
+        attention: the name of these.
+        context: tokens of the longest sequence.
+    """
+
+    layout: PageLayout
+    attention: str
+    context: int
+
+    @classmethod
+    def of(cls, model: LoadedModel, fmt: KVFormat, context: int) -> CacheKind:
+        """As an `LLM` chooses.
+
+        Raises:
+            KernelUnavailableError: no kernel serves the format here.
+        """
+        layout = PageLayout(fmt, model.geometry.head_dim)
+        choice = select_attention(Use(model.device, model.dtype, (layout,)), model.attention)
+        return cls(replace(layout, ahead=choice.ahead), choice.name, context)
+
+    def bytes_for(self, model: LoadedModel, batch: int) -> int:
+        """Of a cache for so many sequences."""
+        return predicted_bytes(self.layout, model.geometry, batch * self.layout.pages_for(self.context), batch)
+
+    def most(self, model: LoadedModel, batches: Sequence[int]) -> int:
+        """The largest of these batches for which there is memory now.
+
+        Raises:
+            CacheMemoryError: there is none.
+        """
+        free = free_memory(model.device)
+        fitting = [batch for batch in batches if self.bytes_for(model, batch) <= free * _SHARE_OF_FREE_MEMORY]
+        if not fitting:
+            least = min(batches)
+            size = self.bytes_for(model, least) / 2**30
+            raise CacheMemoryError(
+                f"the cache of {least} such sequences takes {size:.1f} GiB, and {free / 2**30:.1f} are free"
+            )
+        return max(fitting)
+
+
+class Decoding:
+    """A model with a cache of one kind.
+
+    Args:
+        model: the model.
+        kind: of the cache.
+        max_batch: sequences that it has room for.
+        calibration: how the format codes.
+        params: how tokens are chosen.
+
+    Raises:
+        CacheMemoryError: the device has no room for it.
+        KernelUnavailableError: a step can't be captured on this GPU.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        kind: CacheKind,
+        max_batch: int,
+        calibration: Calibration | None,
+        params: SamplingParams,
+    ) -> None:
+        layout, self._model, self._kind = kind.layout, model, kind
+        choice = select_attention(Use(model.device, model.dtype, (layout,)), kind.attention)
+        obstacle = why_no_graphs(model.device, model.kernels, choice, bool(model.spec.expert_sizes))
+        if model.device.type == "cuda" and obstacle is not None:
+            raise KernelUnavailableError(f"a decode step can't be a CUDA graph: {obstacle}")
+        recorder: Recorder = GraphRecorder(model.device) if model.device.type == "cuda" else EagerRecorder()
+        self.instruments = Instruments(recorder, model.device)
+        pages = max_batch * layout.pages_for(kind.context)
+        self._books = CacheBooks(layout, pages, max_batch)
+        self._runner = Runner(
+            model,
+            layout,
+            pages,
+            max_batch,
+            calibration,
+            "chunk",
+            choice.load(),
+            max_batch,
+            kind.context,
+            self.instruments,
+        )
+        storage = self._runner.storage
+        of_layer = layer_cache(model, 0, storage.layer(0), layout, calibration)
+        fill_storage(storage, coded_pages(layout, model.geometry.num_kv_heads, of_layer.coding))
+        self._draw = Draw(params, 0)
+        self._sequences: list[int] = []
+        self._tokens: list[int] = []
+
+    def begin(self, batch: int, steps: int) -> None:
+        """So many new sequences, the longest of which has room for so many steps; others are up to a page shorter, so
+        that they do not all need their next page in the same step. Each begins with another random token."""
+        for sequence in self._sequences:
+            self._books.free(sequence)
+        self._sequences = []
+        for row in range(batch):
+            length = self._kind.context - steps - row * PAGE_SIZE // batch
+            sequence = self._books.open().sequence
+            for start in range(0, length, _APPENDED):
+                self._books.append(sequence, [0] * min(_APPENDED, length - start))
+            self._sequences.append(sequence)
+        self._tokens = torch.randint(self._model.spec.vocab_size, (batch,)).tolist()
+
+    def works(self) -> list[DecodeWork]:
+        """The next step's, entered into the books."""
+        return [
+            DecodeWork(sequence, self._books.append(sequence, [token]), token, self._draw)
+            for sequence, token in zip(self._sequences, self._tokens, strict=True)
+        ]
+
+    def decode(self, works: Sequence[DecodeWork]) -> Decoded:
+        """A step, whose tokens the next one takes up.
+
+        Raises:
+            NumericalError: logits are not finite.
+        """
+        decoded = self._runner.decode(works)
+        self._tokens = decoded.token_ids
+        if not all(decoded.finite):
+            raise NumericalError("the logits of these weights are not finite")
+        return decoded
+
+    def steps(self, count: int) -> None:
+        """Take so many."""
+        for _ in range(count):
+            self.decode(self.works())
+
+    def take_eagerly(self) -> None:
+        """A step kernel by kernel, as a pass of the runner, up to the logits."""
+        self._runner.run([Work(work.plan, [work.token_id]) for work in self.works()])
+
+    @property
+    def usage(self) -> CacheUsage:
+        """What the sequences hold now, of the memory that was allocated."""
+        geometry, lengths = self._model.geometry, self.lengths
+        held = self._books.held_pages() * self._kind.layout.page_bytes(geometry)
+        held += len(lengths) * self._kind.layout.window_bytes(geometry)
+        elements = geometry.elements(sum(lengths))
+        return CacheUsage(sum(lengths), elements, held, 2 * elements)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return self._books.lengths()
+
+    @property
+    def layout(self) -> PageLayout:
+        """Of the cache's pages."""
+        return self._kind.layout

@@ -1,0 +1,281 @@
+"""Measurements of decode steps as rows for programs and as tables for people."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from subten.bench.machine import Machine
+from subten.bench.shapes import context_name
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """What a kernel takes of one step.
+
+    Attributes:
+        name: of the kernel.
+        launches: in a step.
+        us: of all of them together.
+    """
+
+    name: str
+    launches: float
+    us: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A step by kernels.
+
+    Attributes:
+        of: `graph`, or `eager` where a graph's kernels can't be seen.
+        launches: of all kernels.
+        us: of all kernels together, one behind the other.
+        kernels: those that take longest.
+    """
+
+    of: str
+    launches: float
+    us: float
+    kernels: Sequence[KernelTime]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What was measured of one batch, in milliseconds where nothing else is said.
+
+    Attributes:
+        steps: that were timed.
+        p50_ms: of a step, from the host's launch to the tokens in its hands: median.
+        p99_ms: 99th percentile.
+        max_ms: the slowest.
+        loop_p50_ms: from one step's tokens to the next one's, with the books in between.
+        loop_p99_ms: likewise.
+        device_ms: what the device takes for the graph of a step, median; None where there is none.
+        host_ms: what is left of `loop_p50_ms` where the graph does nothing.
+        experts: that a layer's tokens visit, mean over the layers; None where there are none.
+        bytes: that a step must read at least (`latency_cases.step_bytes`).
+        cache_bytes: pages and windows that the sequences held at the end.
+        bits: per element of K and V, windows and unfilled slots of pages included.
+        compilations: kernels compiled during the timed steps.
+        device_allocations: times that the device was asked for memory during the timed steps.
+    """
+
+    steps: int
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    loop_p50_ms: float
+    loop_p99_ms: float
+    device_ms: float | None
+    host_ms: float
+    experts: float | None
+    bytes: int
+    cache_bytes: int
+    bits: float
+    compilations: int
+    device_allocations: int
+
+
+@dataclass(frozen=True)
+class LatencyRow:
+    """Decode steps of one model, batch and cache. A figure that is not there is None; `note` says why.
+
+    Attributes:
+        shape: name of the model.
+        batch: sequences.
+        context: tokens of the longest sequence at the end.
+        kv: format of the cache.
+        moe: `fused` or `unfused`.
+        attention: implementation.
+        weights: `fp8 channel` or `fp8 block` by the experts' scales; of a model by name, what of them is in FP8
+            (`load_model`).
+        weights_gb: of all weights, in 10^9 bytes.
+        steps: see `StepTimes`, as the next ones.
+        p50_ms: see there.
+        p99_ms: see there.
+        p99_over_p50: p99_ms / p50_ms.
+        max_ms: see there.
+        loop_p50_ms: see there.
+        loop_p99_ms: see there.
+        device_ms: see there.
+        host_ms: see there.
+        tokens_per_s: of the batch: batch / loop_p50_ms.
+        experts: see there.
+        bytes: see there.
+        gb_per_s: bytes / p50_ms.
+        roofline_ms: bytes at the rate at which the machine reads memory, measured in the same run.
+        share: roofline_ms / p50_ms.
+        cache_gb: of the batch, in 10^9 bytes.
+        bits: see there.
+        compilations: see there.
+        device_allocations: see there.
+        profile: of a step, where it was asked for.
+        note: why a figure is not there, or None.
+    """
+
+    shape: str
+    batch: int
+    context: int
+    kv: str
+    moe: str
+    attention: str | None = None
+    weights: str | None = None
+    weights_gb: float | None = None
+    steps: int | None = None
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+    p99_over_p50: float | None = None
+    max_ms: float | None = None
+    loop_p50_ms: float | None = None
+    loop_p99_ms: float | None = None
+    device_ms: float | None = None
+    host_ms: float | None = None
+    tokens_per_s: float | None = None
+    experts: float | None = None
+    bytes: int | None = None
+    gb_per_s: float | None = None
+    roofline_ms: float | None = None
+    share: float | None = None
+    cache_gb: float | None = None
+    bits: float | None = None
+    compilations: int | None = None
+    device_allocations: int | None = None
+    profile: Profile | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class LargestRow:
+    """The largest batch whose steps stay below a limit. A figure that is not there is None.
+
+    Attributes:
+        shape: name of the model.
+        context: tokens of the longest sequence.
+        kv: format of the cache.
+        moe: `fused` or `unfused`.
+        limit_ms: of `p99_ms`.
+        batch: the largest one measured below it; None where not even one sequence is.
+        p99_ms: of it.
+        next_batch: the next larger one, at or above the limit; None where none was.
+        next_p99_ms: of it.
+        note: what ended the search instead, or None.
+    """
+
+    shape: str
+    context: int
+    kv: str
+    moe: str
+    limit_ms: float
+    batch: int | None
+    p99_ms: float | None
+    next_batch: int | None
+    next_p99_ms: float | None
+    note: str | None
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """The smallest sample that so many percent of all do not exceed (nearest rank)."""
+    ordered = sorted(samples)
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def latency_json(machine: Machine, rows: Sequence[LatencyRow], largest: Sequence[LargestRow]) -> bytes:
+    """An object with `machine`, `latency` and `largest`; the keys of a row are its fields."""
+    content = {
+        "machine": asdict(machine),
+        "latency": [asdict(row) for row in rows],
+        "largest": [asdict(row) for row in largest],
+    }
+    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+
+
+def latency_line(row: LatencyRow, seconds: float) -> str:
+    """A row as it comes, on one line."""
+    head = (
+        f"[{seconds:4.0f} s] {row.shape:>13} {row.batch:3} x {context_name(row.context):>4} {row.kv:<5} {row.moe:<7}"
+    )
+    if row.p50_ms is None:
+        return f"{head} no figure: {row.note}"
+    return (
+        f"{head} p50 {row.p50_ms:7.3f} ms  p99 {_number(row.p99_ms, '7.3f')} ({_number(row.p99_over_p50, '.3f')})"
+        f"  device {_number(row.device_ms, '.3f')}  host {_number(row.host_ms, '.3f')}"
+        f"  roofline {_number(row.roofline_ms, '.3f')} ({_number(row.share, '.0%')})"
+        f"  cache {_number(row.cache_gb, '.2f')} GB  {_number(row.bits, '.2f')} bits"
+    ) + (f"  ({row.note})" if row.note else "")
+
+
+def largest_line(row: LargestRow, seconds: float) -> str:
+    """Likewise."""
+    head = f"[{seconds:4.0f} s] {row.shape:>13} largest at {context_name(row.context)} {row.kv:<5} {row.moe:<7}"
+    found = "none" if row.batch is None else f"batch {row.batch}, p99 {_number(row.p99_ms, '.2f')} ms"
+    beyond = "" if row.next_batch is None else f"; {row.next_batch} takes {_number(row.next_p99_ms, '.2f')} ms"
+    return f"{head} {found}{beyond}" + (f" ({row.note})" if row.note else "")
+
+
+def latency_table(rows: Sequence[LatencyRow], machine: Machine) -> Table:
+    """All rows; notes below."""
+    notes = sorted({row.note for row in rows if row.note})
+    table = Table(
+        title=f"{machine.device}, torch {machine.torch}, Triton {machine.triton}; "
+        f"reads {machine.read_tb_per_s:.2f} TB/s",
+        caption="ms of one decode step. " + "; ".join(notes),
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("shape", "kv", "moe"):
+        table.add_column(name)
+    columns = (
+        "context",
+        "batch",
+        "p50",
+        "p99",
+        "p99/p50",
+        "device",
+        "host",
+        "roofline",
+        "share",
+        "tok/s",
+        "GB",
+        "bits",
+    )
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.shape,
+            row.kv,
+            row.moe,
+            context_name(row.context),
+            str(row.batch),
+            _number(row.p50_ms, ".3f"),
+            _number(row.p99_ms, ".3f"),
+            _number(row.p99_over_p50, ".3f"),
+            _number(row.device_ms, ".3f"),
+            _number(row.host_ms, ".3f"),
+            _number(row.roofline_ms, ".3f"),
+            _number(row.share, ".0%"),
+            _number(row.tokens_per_s, ".0f"),
+            _number(row.cache_gb, ".2f"),
+            _number(row.bits, ".2f"),
+        )
+    return table
+
+
+def profile_lines(row: LatencyRow) -> list[str]:
+    """The kernels of a step, a line each."""
+    if row.profile is None:
+        return []
+    found = row.profile
+    lines = [f"       a step as {found.of}: {found.us:.0f} us in {found.launches:.0f} launches"]
+    return lines + [f"       {k.us:9.1f} us {k.launches:6.0f} x  {k.name[:100]}" for k in found.kernels]
+
+
+def _number(x: float | None, spec: str) -> str:
+    return "-" if x is None else f"{x:{spec}}"

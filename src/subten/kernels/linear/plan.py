@@ -1,0 +1,84 @@
+"""How the linear kernel for few tokens shares its work: shapes to tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_TOKENS = 64
+"""Of one launch. Beyond, tokens are many enough for the matrix products of a library."""
+
+LANES = 4
+"""Warps of a program; each takes a quarter of the columns of its rows, and the four sums are added up in pairs. A
+tile of the tensor core has 16 rows at least: with warps below each other, 2048 output channels would be 32 programs
+instead of 128, and leave three quarters of a GPU idle."""
+
+_STEP = 64
+"""Columns of a lane in one step: those of four lanes are two lines of the L2 of FP8 weights, or four."""
+_MOST_COLUMNS = 32
+"""Tokens of a program; of more, several programs read the same weights at the same time."""
+_ACCUMULATORS = 1024
+"""Elements of a warp's sums: 32 registers of a thread."""
+_ROWS = (64, 32, 16)
+_STAGE_BYTES = 65536
+"""Of weights and tokens that a program holds, so that three run on a multiprocessor; more where steps are large."""
+_HALF = 113 << 10
+"""Of a multiprocessor's shared memory."""
+_LEAST_STAGES, _MOST_STAGES = 3, 8
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """What of a layer the kernel is compiled for, beside the types of its tensors.
+
+    Attributes:
+        inputs: channels that are read.
+        outputs: channels that are written.
+        itemsize: bytes of a weight.
+    """
+
+    inputs: int
+    outputs: int
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class LinearTuning:
+    """How one program does its work. A token's bits depend on `lanes` and `step` alone, which no number of tokens
+    changes: a sum runs over the columns in one order, whatever tile it is part of.
+
+    Attributes:
+        lanes: warps, a power of two.
+        step: columns of a lane in one step.
+        rows: output channels of a program.
+        columns: tokens that a tile has room for, a power of two.
+        stages: steps in flight, the one at work included.
+    """
+
+    lanes: int
+    step: int
+    rows: int
+    columns: int
+    stages: int
+
+    @property
+    def lane_bits(self) -> int:
+        """Of the number of a lane."""
+        return self.lanes.bit_length() - 1
+
+
+def tune_linear(shape: LinearShape, tokens: int, num_sms: int) -> LinearTuning:
+    """Tiles for so many tokens on a GPU of `num_sms` multiprocessors.
+
+    Each program reads its tokens once more, and 8 tokens are as many bytes as 16 rows in FP8. So rows are as many as
+    leave two programs for every multiprocessor. Examples on 132 multiprocessors and at 8 tokens: 2048 channels are
+    128 programs of 16 rows, 5120 are 320 of 16, and a vocabulary of 151,936 is 2374 of 64.
+    """
+    columns = max(8, min(_MOST_COLUMNS, 1 << (tokens - 1).bit_length()))
+
+    def held(rows: int) -> int:
+        return LANES * _STEP * (rows * shape.itemsize + 2 * columns)
+
+    allowed = [r for r in _ROWS if r * columns <= _ACCUMULATORS and _LEAST_STAGES * held(r) <= _HALF]
+    rows = next((r for r in allowed if -(-shape.outputs // r) >= 2 * num_sms), allowed[-1])
+    stages = max(_LEAST_STAGES, min(_MOST_STAGES, _STAGE_BYTES // held(rows)))
+    return LinearTuning(LANES, _STEP, rows, columns, stages)

@@ -1,0 +1,82 @@
+"""The linear layer of a GPU: one launch for few tokens, the products of a library for many."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subten.kernels.linear.inputs import LinearWeights, NormWeights
+from subten.kernels.linear.plan import MAX_TOKENS, LinearShape, LinearTuning, tune_linear
+from subten.kernels.linear.triton_decode import linear_decode
+from subten.kernels.norm import rms_norm_reference
+
+
+class TritonLinear:
+    """``linear(x, weights, ...)``, see `linear_reference`. It keeps the tiles it has chosen."""
+
+    def __init__(self) -> None:
+        self._tunings: dict[tuple[LinearShape, int, torch.device], LinearTuning] = {}
+
+    def __call__(
+        self,
+        x: Tensor,
+        weights: LinearWeights,
+        *,
+        norm: NormWeights | None = None,
+        normed: Tensor | None = None,
+        residual: Tensor | None = None,
+        factor: float = 1.0,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Up to `MAX_TOKENS` tokens in one launch, more through torch."""
+        if len(x) > MAX_TOKENS:
+            return linear_many(x, weights, norm=norm, normed=normed, residual=residual, factor=factor, dtype=dtype)
+        outputs, inputs = weights.weight.shape
+        out = torch.empty(len(x), outputs, dtype=dtype or x.dtype, device=x.device)
+        if not len(x):
+            return out
+        tuning = self.tuning(LinearShape(inputs, outputs, weights.weight.itemsize), len(x), x.device)
+        return linear_decode(x, weights, out, tuning, norm=norm, normed=normed, residual=residual, factor=factor)
+
+    def tuning(self, shape: LinearShape, tokens: int, device: torch.device) -> LinearTuning:
+        """Tiles for so many tokens."""
+        key = shape, tokens, device
+        if key not in self._tunings:
+            sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+            self._tunings[key] = tune_linear(shape, tokens, sms)
+        return self._tunings[key]
+
+
+def linear_many(
+    x: Tensor,
+    weights: LinearWeights,
+    *,
+    norm: NormWeights | None = None,
+    normed: Tensor | None = None,
+    residual: Tensor | None = None,
+    factor: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """See `linear_reference`.
+
+    Weights in FP8 are widened to the type of the tokens, which is exact, in every call: that moves three bytes per
+    weight, little beside the product of many tokens. A product of FP8 by FP8 (`torch._scaled_mm`) would need no copy,
+    but tokens rounded to four bits, and prompts would then be computed less accurately than what follows them.
+    """
+    if norm is not None:
+        x = rms_norm_reference(x, norm.weight, norm.eps)
+    if normed is not None:
+        normed.copy_(x)
+    if weights.scale is None:
+        y = F.linear(x, weights.weight, weights.bias)
+    else:
+        y = F.linear(x, weights.weight.to(x.dtype)) * weights.scale
+        y = y if weights.bias is None else y + weights.bias
+    y = y if factor == 1 else y * factor
+    if residual is not None:
+        y = residual + y
+    return y.to(dtype or x.dtype)
+
+
+LINEAR = TritonLinear()

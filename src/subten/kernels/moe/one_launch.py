@@ -1,0 +1,100 @@
+"""A mixture of experts as an operation of a GPU: one launch for few tokens, grouped GEMMs for many."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from subten.errors import KernelUnavailableError
+from subten.kernels.moe.gluon_plan import GluonMoEPlan
+from subten.kernels.moe.inputs import MoEWeights
+from subten.kernels.moe.packing import E4M3
+from subten.kernels.moe.plan import MAX_TOKENS, MoEPlan, MoEShape
+from subten.kernels.moe.triton_decode import MoEScratch
+from subten.kernels.moe.unfused import moe_unfused
+
+Plan = TypeVar("Plan", MoEPlan, GluonMoEPlan)
+
+
+class OneLaunchMoE(ABC, Generic[Plan]):
+    """``moe(x, weights)``, see `moe_reference`. It keeps plans, and scratch memory per device and hidden size, which
+    all layers use in turn: its calls belong on one stream."""
+
+    name: str
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[MoEShape, int, torch.device], Plan] = {}
+        self._scratch: dict[tuple[torch.device, int], MoEScratch] = {}
+
+    def __call__(
+        self,
+        x: Tensor,
+        weights: MoEWeights,
+        *,
+        logits: Tensor | None = None,
+        residual: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> Tensor:
+        """Up to `MAX_TOKENS` tokens in one launch behind the router's product, more through grouped GEMMs.
+
+        Raises:
+            KernelUnavailableError: the experts are of a kind that the kernel does not serve.
+        """
+        if len(x) > MAX_TOKENS:
+            return moe_unfused(x, weights, logits=logits, residual=residual, factor=factor)
+        reason = self.refuse(weights) or _no_fp8(weights)
+        if reason is not None:
+            raise KernelUnavailableError(f"the {self.name} kernel does not serve these experts: {reason}")
+        if not len(x):
+            return torch.empty_like(x)
+        plan = self.plan(MoEShape.of(weights), len(x), x.device)
+        return self.launch(x, weights, plan, self._scratch_of(weights, x.device), logits, residual, factor)
+
+    @abstractmethod
+    def refuse(self, weights: MoEWeights) -> str | None:
+        """Why the kernel does not serve such experts, or None."""
+
+    @abstractmethod
+    def make_plan(self, shape: MoEShape, tokens: int, device: torch.device) -> Plan:
+        """How the launch for up to so many tokens is split."""
+
+    @abstractmethod
+    def launch(
+        self,
+        x: Tensor,
+        weights: MoEWeights,
+        plan: Plan,
+        scratch: MoEScratch,
+        logits: Tensor | None,
+        residual: Tensor | None,
+        factor: float,
+    ) -> Tensor:
+        """The call of the kernel."""
+
+    def plan(self, shape: MoEShape, tokens: int, device: torch.device) -> Plan:
+        """How the launch for so many tokens is split."""
+        key = shape, tokens, device
+        if key not in self._plans:
+            self._plans[key] = self.make_plan(shape, tokens, device)
+        return self._plans[key]
+
+    def _scratch_of(self, weights: MoEWeights, device: torch.device) -> MoEScratch:
+        shape = MoEShape.of(weights)
+        key = device, shape.hidden
+        if key in self._scratch:
+            return self._scratch[key]
+        scratch = MoEScratch.allocate(self.plan(shape, MAX_TOKENS, device), shape.hidden, device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return scratch  # It lies in the graph's own memory, and is cleared by every replay.
+        self._scratch[key] = scratch
+        return scratch
+
+
+def _no_fp8(weights: MoEWeights) -> str | None:
+    weight = weights.gate_up
+    if weight.dtype == E4M3 and weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9):
+        return "weights in FP8 need compute capability 8.9 or more"
+    return None

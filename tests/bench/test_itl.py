@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from subten.bench import itl, model_shapes
+from subten.bench.__main__ import main
+from support.tiny_shape import TINY
+
+SMALL = ["--prompt", "512", "--chunk-size", "128", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_shapes, "SHAPES", {"tiny": TINY})
+    monkeypatch.setattr(itl, "_ALONE", 5)
+    monkeypatch.setattr(itl, "_STREAM_PROMPT", 32)
+
+
+def test_streams_beside_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.json"
+    assert main(["itl", "tiny", *SMALL, "--budget", "none,40", "--streams", "2", "--json", str(path)]) == 0
+    whole, paced = json.loads(path.read_text())["itl"]
+    assert (whole["budget_ms"], whole["within"]) == (None, None)
+    assert paced["budget_ms"] == 40
+    assert 0 <= paced["within"] <= 1
+    for row in (whole, paced):
+        assert row["streams"] == 2
+        assert 0 < row["alone_p50_ms"] <= row["alone_p99_ms"]
+        assert 0 < row["p50_ms"] <= row["p99_ms"] <= row["max_ms"]
+        assert row["prompt_s"] > 0
+        assert row["note"] is None
+    # With whole chunks there is a token behind each of them; layer by layer there are more.
+    assert whole["tokens"] <= paced["tokens"]
+    assert "beside it p50" in capsys.readouterr().out
+
+
+def test_a_prompt_that_takes_too_long_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.json"
+    clock = iter(range(10**6))
+    monkeypatch.setattr(itl, "monotonic", lambda: next(clock))
+    arguments = ["--budget", "none", "--seconds", "7", "--json", str(path)]
+    assert main(["itl", "tiny", *SMALL, *arguments]) == 1
+    (row,) = json.loads(path.read_text())["itl"]
+    assert row["prompt_s"] is None
+    assert "of 511 tokens of the prompt were computed" in row["note"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budget", "soon"], "--budget is 'soon'; it takes milliseconds or none"),
+        (["--budget", "0"], "--budget is '0'"),
+        (["--prompt", "60"], "--prompt has 60 tokens; it takes 64 or more"),
+        (["--kv", "kv3"], "there is no KV format 'kv3'"),
+    ],
+)
+def test_what_makes_no_sense(arguments, message, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["itl", "tiny", *SMALL, *arguments]) == 2
+    assert message in capsys.readouterr().err
