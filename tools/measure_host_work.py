@@ -1,8 +1,9 @@
 """Time that the host needs for a decode step, apart from the model: scheduling, books, tokens, text.
 
-python tools/measure_host_work.py [OUT.json] [--batches 1,8,32] [--steps 500] [--model demo-moe]
+python tools/measure_host_work.py [OUT.json] [--batches 1,8,32] [--steps 500] [--model demo-moe] [--device cpu]
 
 The step itself is left out: instead of layers, logits and the choice of tokens there is an answer, tokens of a text.
+On a GPU what the host writes into its memory stays.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class StillStep(DecodeStep):
     """Computes nothing; every sequence goes on with the same text, each from another place."""
 
     def answer_with(self, text: Sequence[int]) -> None:
-        """From now on."""
+        """From now on, instead of graphs too."""
         self._text, self._taken = torch.tensor(text), 0
+        self._recorded = {}
 
     def _take(self, count: int, *_: object) -> tuple[Tensor, Tensor]:
         self._taken += 1
@@ -83,14 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--model", default="demo-moe")
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    loaded = load_model(args.model, device="cpu")
+    loaded = load_model(args.model, device=args.device)
     rows = [measure(loaded, int(batch), args.steps) for batch in args.batches.split(",")]
     for row in rows:
         print(f"batch {row.batch:3}: {row.median_ms:.3f} ms per step (10% {row.p10_ms:.3f}, 90% {row.p90_ms:.3f})")
     if args.out is not None:
-        machine = {"processor": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
+        device = torch.cuda.get_device_name() if loaded.device.type == "cuda" else platform.machine()
+        machine = {"processor": device, "python": platform.python_version(), "torch": torch.__version__}
         args.out.write_text(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 

@@ -185,6 +185,14 @@ def test_what_does_not_fit_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "no room for a cache of" in rows[2]["note"]
 
 
+def test_a_context_that_the_model_has_no_positions_for(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    arguments = ["--batch", "1", "--context", "2k", "--kv", "bf16", "--moe", "fused", "--steps", "10"]
+    assert main(["latency", "tiny", *arguments, "--device", "cpu", "--json", str(path)]) == 1
+    (row,) = json.loads(path.read_text())["latency"]
+    assert row["note"] == "tiny takes 1024 tokens, not 2048"
+
+
 def test_when_the_time_is_over_rows_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     clock = iter(range(0, 100_000, 40))

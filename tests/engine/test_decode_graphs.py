@@ -13,9 +13,10 @@ from subten.engine import LLM, LoadedModel, SamplingParams
 from subten.engine import llm as llm_module
 from subten.engine.decode_rows import NO_SLOT
 from subten.engine.decode_step import CHOICES
-from subten.engine.graphs import Recorded, Step, padded, sizes, why_no_graphs
+from subten.engine.graphs import Recorded, Step, why_no_graphs
 from subten.errors import KernelUnavailableError
 from subten.kernels import Use, select_attention, select_kernels
+from subten.kernels.launches import padded, sizes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -10,7 +10,7 @@ import torch
 
 from subten.engine import LLM, LoadedModel, SamplingParams, load_model
 from subten.engine.calibrate import shipped_text
-from subten.engine.graphs import sizes
+from subten.kernels.launches import sizes
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,7 @@ from subten.engine.memory import free_memory
 from subten.engine.runner import Runner, Work
 from subten.engine.sampling import SamplingParams
 from subten.engine.usage import CacheUsage
-from subten.errors import CacheMemoryError, KernelUnavailableError, NumericalError
+from subten.errors import CacheMemoryError, ContextLengthError, KernelUnavailableError, NumericalError
 from subten.formats import PAGE_SIZE, KVFormat, PageLayout
 from subten.kernels.select import Use, select_attention
 from subten.kvcache import CacheBooks
@@ -120,8 +120,11 @@ class CacheKind:
         """As an `LLM` chooses.
 
         Raises:
+            ContextLengthError: the model has no positions for so many tokens.
             KernelUnavailableError: no kernel serves the format here.
         """
+        if context > model.spec.max_positions:
+            raise ContextLengthError(f"{model.name} takes {model.spec.max_positions} tokens, not {context}")
         layout = PageLayout(fmt, model.geometry.head_dim)
         choice = select_attention(Use(model.device, model.dtype, (layout,)), model.attention)
         return cls(replace(layout, ahead=choice.ahead), choice.name, context)

@@ -12,7 +12,7 @@ import torch
 
 from subten.bench import model_shapes
 from subten.bench.decoding import CacheKind
-from subten.bench.latency import BenchModel, undisturbed
+from subten.bench.latency import BenchModel, release_memory, undisturbed
 from subten.bench.latency_report import percentile
 from subten.bench.latency_session import load
 from subten.bench.machine import Machine, describe, first_line, require_gpu, require_sound_device
@@ -223,13 +223,13 @@ def run_itl(
                         require_sound_device(failure)
                     numbers = wishes.prompt, wishes.chunk_size, wishes.streams
                     row = ItlRow(shape, fmt.name, *numbers, budget_ms, note=first_line(failure))
+                release_memory(target)
                 rows.append(row)
                 print(itl_line(row), flush=True)
                 if file is not None:
                     file.write(itl_json(machine, rows))
         del model
-        if target.type == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(target)
     return all(row.note is None for row in rows)
 
 

@@ -120,11 +120,12 @@ class LatencyBench:
             reason = self._reason(failure)
             for case in left:
                 take(missing(case, reason))
-        self._clean_up()
+        release_memory(self._device)
 
     def _measure(self, left: list[LatencyCase], take: Taken) -> None:
         """Takes cases off the list as they become rows."""
         case, wishes = left[0], self._wishes
+        release_memory(self._device)
         kind = CacheKind.of(self._model, case.kv, case.context)
         wanted = {one.batch for one in left} | set(BATCHES_TRIED if wishes.largest_ms is not None else ())
         decoding, most = self._decoding(kind, sorted(wanted))
@@ -149,7 +150,7 @@ class LatencyBench:
             except (CacheMemoryError, RuntimeError) as failure:
                 if most == batches[0] or not _for_want_of_memory(failure):
                     raise
-            self._clean_up()
+            release_memory(self._device)
             most = max(batch for batch in batches if batch < most)
 
     def _row(self, case: LatencyCase, kind: CacheKind, decoding: Decoding, most: int) -> LatencyRow:
@@ -217,12 +218,6 @@ class LatencyBench:
         if self._device.type == "cuda":
             require_sound_device(failure)
         return f"{type(failure).__name__}: {first_line(failure)}"
-
-    def _clean_up(self) -> None:
-        """Give back the cache and its graphs."""
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def time_steps(
@@ -335,6 +330,13 @@ def _for_want_of_memory(failure: BaseException | None) -> bool:
     while failure is not None and not isinstance(failure, CacheMemoryError | torch.OutOfMemoryError):
         failure = failure.__context__
     return failure is not None
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what nobody holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def round_of(context: int) -> int:

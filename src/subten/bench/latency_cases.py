@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from subten.bench.unfused_fp8 import moe_unfused_fp8
@@ -20,6 +19,7 @@ from subten.kernels.attention.cost import attention_bytes
 from subten.kernels.moe import MoEWeights, route
 from subten.kernels.moe.packing import E4M3
 from subten.kernels.moe.plan import MAX_TOKENS
+from subten.kernels.moe.reference import router_logits
 from subten.kernels.moe.unfused import moe_unfused
 from subten.models.decoder import Decoder
 from subten.models.weights import pack_experts
@@ -66,7 +66,9 @@ class WatchedMoE:
     def __call__(self, x: Tensor, weights: MoEWeights, **options: Any) -> Tensor:
         """See `moe_reference`."""
         if self.watching:
-            chosen, _ = route(F.linear(x, weights.router), weights.rule, weights.correction)
+            logits = options.get("logits")
+            logits = router_logits(x, weights) if logits is None else logits
+            chosen, _ = route(logits[:, : weights.rule.num_experts], weights.rule, weights.correction)
             self.visited.append(len(chosen.unique()))
         output: Tensor = self._moe(x, weights, **options)
         return output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import cast, get_args
 import torch
 
 from subten.bench import model_shapes
-from subten.bench.latency import BenchModel, LatencyBench, StepWishes, missing
+from subten.bench.latency import BenchModel, LatencyBench, StepWishes, missing, release_memory
 from subten.bench.latency_ahead import AheadTask, compile_steps_ahead
 from subten.bench.latency_cases import BATCHES_TRIED, SHORTEST_CONTEXT, LatencyCase, MoE
 from subten.bench.latency_report import (
@@ -170,6 +169,7 @@ def run_latency(options: LatencyOptions, json: Path | None, commit: str | None) 
     try:
         for shape, of_shape in groupby(options.cases, key=lambda case: case.shape):
             _measure_shape(shape, list(of_shape), options, results, device, left)
+            release_memory(device)
     except KernelUnavailableError as failure:  # The device is gone: nothing more can be measured in this process.
         for case in left:
             results.take(missing(case, str(failure)))
@@ -235,10 +235,6 @@ def _measure_shape(
                 give_up(same_cache, "the time was over")
             else:
                 bench.measure(same_cache, take)
-    del model
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def load(name: str, scales: ExpertScales, device: torch.device) -> BenchModel:

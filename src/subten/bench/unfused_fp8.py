@@ -13,6 +13,7 @@ from torch import Tensor
 from subten.errors import KernelUnavailableError
 from subten.kernels.moe import Experts, MoEWeights, route
 from subten.kernels.moe.packing import E4M3, E4M3_MAX
+from subten.kernels.moe.reference import gate_share, onto, router_logits
 
 
 def moe_unfused_fp8(
@@ -25,15 +26,12 @@ def moe_unfused_fp8(
 ) -> Tensor:
     """``moe(x, weights)``, see `moe_reference`; for bf16 tokens on a GPU that has torch's scaled grouped GEMM.
 
-    Rows of both products are rounded to e4m3 with a scale each. A CUDA graph can hold it. The gate of a shared expert
-    has the last column of `logits`.
+    Rows of both products are rounded to e4m3 with a scale each. A CUDA graph can hold it.
 
     Raises:
         KernelUnavailableError: weights whose scales do not go by output channel.
     """
-    if logits is None:
-        gates = () if weights.shared is None or weights.shared.gate is None else (weights.shared.gate,)
-        logits = F.linear(x, torch.cat([weights.router, *gates]))
+    logits = router_logits(x, weights) if logits is None else logits
     chosen, shares = route(logits[:, : weights.rule.num_experts], weights.rule, weights.correction)
     order = chosen.flatten().argsort(stable=True)
     numbers = torch.arange(weights.rule.num_experts, device=x.device)
@@ -45,9 +43,8 @@ def moe_unfused_fp8(
     if weights.shared is not None:
         everyone = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
         shared = _visit(x, weights.shared.expert, everyone).float()
-        output += shared if weights.shared.gate is None else torch.sigmoid(logits[:, -1:].float()) * shared
-    output = output.to(x.dtype) * factor
-    return output if residual is None else residual + output
+        output += shared if weights.shared.gate is None else gate_share(logits) * shared
+    return onto(residual, output.to(x.dtype), factor)
 
 
 def _visit(rows: Tensor, experts: Experts, ends: Tensor) -> Tensor:

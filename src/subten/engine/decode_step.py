@@ -1,7 +1,7 @@
 """The decode step: one token for each of some sequences, from device memory to device memory.
 
 Everything from the token to the next one is a function of what lies in `DecodeRows` and in the cache. So a CUDA graph
-can hold it: one for each number of rows (`graphs.padded`) and each way of choosing tokens. The host launches it and
+can hold it: one for each number of rows (see `graphs`) and each way of choosing tokens. The host launches it and
 waits for two numbers per sequence.
 """
 
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from subten.engine.decode_rows import DecodeRows, DecodeWork
 from subten.engine.drawing import choose
-from subten.engine.graphs import Recorded, Recorder, padded, sizes
+from subten.engine.graphs import Recorded, Recorder
 from subten.kernels.attention import PagedAttention
+from subten.kernels.launches import padded, sizes
 from subten.models.decoder import Decoder
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,10 @@
-"""Decode steps as CUDA graphs: which numbers of rows have one, and how one is made."""
+"""Decode steps as CUDA graphs: where they can be, and how one is made.
+
+There is one for 1, 2, 4 and 8 rows and for every multiple of 8 (`kernels.launches`). Rows that nobody is in are all
+alike: the same token, nothing read from the cache, so that all of them together visit the experts of one token. That
+is what filling up costs at most; a tile of the tensor core has 8 columns, whatever is in them. So few graphs do: 21
+for up to 32 sequences, where one for every number would be 96, each of which takes its time at start-up.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +17,11 @@ from torch import Tensor
 
 from subten.kernels.select import CACHED_ATTENTION, Implementation, Kernels
 
-_MULTIPLE = 8
-
 Step = Callable[[], tuple[Tensor, Tensor]]
 """Logits and results of a decode step (see `DecodeStep`), from device memory alone."""
 
 _OF_A_STEP = ("rms_norm", "linear")
 """Operations of a model that every decode step has; with experts `moe` is one more. RoPE is a part of attention."""
-
-
-def padded(count: int) -> int:
-    """Rows of the graph that serves so many sequences: 1, 2, 4, 8, then multiples of 8.
-
-    Rows that nobody is in are all alike: the same token, nothing read from the cache, so that all of them together
-    visit the experts of one token. That is what filling up costs at most; a tile of the tensor core has 8 columns,
-    whatever is in them. So few graphs do: 21 for up to 32 sequences, where one for every number would be 96, each of
-    which takes its time at start-up.
-    """
-    return 1 << (count - 1).bit_length() if count <= _MULTIPLE else -(-count // _MULTIPLE) * _MULTIPLE
-
-
-def sizes(max_batch: int) -> list[int]:
-    """Rows that graphs are made for."""
-    return sorted({padded(count) for count in range(1, max_batch + 1)})
 
 
 def why_no_graphs(device: torch.device, kernels: Kernels, attention: Implementation, experts: bool) -> str | None:

@@ -29,6 +29,7 @@ from subten.errors import ContextLengthError, KernelUnavailableError, ParameterE
 from subten.formats import DEFAULT_FORMAT, KVFormat, PageLayout, get_format
 from subten.kernels.attention import PrefillRule
 from subten.kernels.compilations import count_allocations, count_compilations
+from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH, sizes
 from subten.kernels.select import CACHED_ATTENTION, Use, select_attention
 from subten.kvcache import CacheBooks
 
@@ -172,6 +173,7 @@ class LLM:
         self.loop = EngineLoop(self._runner, self._scheduler, pacer, prefix_cache, self._remember_usage)
         self._usage = CacheUsage(0, 0, 0, 0)
         if captured:
+            self._warm_up()
             # A garbage collection takes as long as several steps; what is here now will stay.
             gc.collect()
             gc.freeze()
@@ -297,6 +299,14 @@ class LLM:
         finally:
             for request in (request for of_prompt in answers for request in of_prompt[::-1]):
                 self.loop.cancel(request)
+
+    def _warm_up(self) -> None:
+        """Take prompts of all kinds once, so that none of them has to wait for a kernel to be compiled."""
+        few = sizes(MOST_TOKENS_OF_A_LAUNCH)
+        for length in sorted({*few, *(size + 1 for size in few), self._chunk_size}):
+            if length <= min(self._chunk_size, self.max_context):
+                list(self.score([0] * length))
+        self._usage = CacheUsage(0, 0, 0, 0)
 
     def _remember_usage(self) -> None:
         self._usage = self._measure()

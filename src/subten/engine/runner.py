@@ -11,11 +11,12 @@ from torch import Tensor
 from subten.engine.calibrate import Calibration
 from subten.engine.decode_rows import DecodeRows, DecodeWork
 from subten.engine.decode_step import Decoded, DecodeStep
-from subten.engine.graphs import Recorder, padded
+from subten.engine.graphs import Recorder
 from subten.engine.layer_cache import layer_cache
 from subten.engine.loading import LoadedModel
 from subten.formats import PageLayout
 from subten.kernels.attention import AttentionInputs, LayerCache, PagedAttention, PrefillRule
+from subten.kernels.launches import padded
 from subten.kvcache import AppendPlan, CacheStorage, CopyPlan
 from subten.models.decoder import Decoder, StepInputs
 
@@ -60,7 +61,7 @@ class Pass:
     @torch.inference_mode()
     def logits(self, *, all_logits: bool = False) -> Tensor:
         """float32 [sequences, vocab] of each sequence's last token, or [tokens, vocab]; once no layer is left."""
-        hidden = self._decoder.final_norm(self._hidden)
+        hidden = self._hidden
         if not all_logits:
             hidden = hidden[self._inputs.attention.query_start[1:].long() - 1]
         return self._decoder.logits(hidden)

@@ -49,23 +49,23 @@ class Decoder:
     def forward(
         self, inputs: StepInputs, attention: PagedAttention | None, observe: Observer | None = None
     ) -> Tensor:
-        """Run one step; returns the hidden states after the final norm, [tokens, hidden], in the embedding's dtype.
+        """Run one step; returns what the last layer leaves, [tokens, hidden], in the embedding's dtype.
 
         With attention over a cache, the step's keys and values are appended to it and the history is read from it;
         whoever runs the step calls `finish` when nothing more of it is to come. Without, every sequence is complete
         in this step.
         """
         attend = partial(self._attend_dense, observe) if attention is None else partial(self._attend_paged, attention)
-        hidden = self._layers(self.embed(inputs), inputs, attend, range(self.spec.num_layers))
-        return self.final_norm(hidden)
+        return self._layers(self.embed(inputs), inputs, attend, range(self.spec.num_layers))
 
     def embed(self, inputs: StepInputs) -> Tensor:
         """What the first layer is given, [tokens, hidden]."""
-        return F.embedding(inputs.token_ids, self.weights.embedding) * self.spec.embedding_multiplier
+        embedded, multiplier = F.embedding(inputs.token_ids, self.weights.embedding), self.spec.embedding_multiplier
+        return embedded if multiplier == 1 else embedded * multiplier
 
     def layers(self, hidden: Tensor, inputs: StepInputs, attention: PagedAttention, indices: range) -> Tensor:
-        """Some layers of a step, for one that is taken a few layers at a time: `embed`, then every layer in order,
-        then `final_norm` are `forward`. Other steps may run in between, of other sequences.
+        """Some layers of a step, for one that is taken a few layers at a time: `embed`, then every layer in order are
+        `forward`. Other steps may run in between, of other sequences.
 
         Args:
             hidden: what the layer before left, [tokens, hidden].
@@ -75,13 +75,10 @@ class Decoder:
         """
         return self._layers(hidden, inputs, partial(self._attend_paged, attention), indices)
 
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """What `logits` takes, from what the last layer left."""
-        return self._norm(hidden, self.weights.final_norm)
-
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of every token of the vocabulary, float32 [n, vocab], from hidden states [n, hidden]."""
-        scores = self.kernels.linear(hidden, self.weights.output, dtype=torch.float32)
+        """Scores of every token of the vocabulary, float32 [n, vocab], from what the last layer left, [n, hidden]."""
+        norm = self._norm_weights(self.weights.final_norm)
+        scores = self.kernels.linear(hidden, self.weights.output, norm=norm, dtype=torch.float32)
         return scores / self.spec.logits_divisor if self.spec.logits_divisor != 1 else scores
 
     def _layers(self, hidden: Tensor, inputs: StepInputs, attend: Callable[..., Tensor], indices: range) -> Tensor:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_TOKENS = 64
-"""Of one launch. Beyond, tokens are many enough for the matrix products of a library."""
-
 LANES = 4
 """Warps of a program; each takes a quarter of the columns of its rows, and the four sums are added up in pairs. A
 tile of the tensor core has 16 rows at least: with warps below each other, 2048 output channels would be 32 programs
@@ -69,9 +66,10 @@ class LinearTuning:
 def tune_linear(shape: LinearShape, tokens: int, num_sms: int) -> LinearTuning:
     """Tiles for so many tokens on a GPU of `num_sms` multiprocessors.
 
-    Each program reads its tokens once more, and 8 tokens are as many bytes as 16 rows in FP8. So rows are as many as
-    leave two programs for every multiprocessor. Examples on 132 multiprocessors and at 8 tokens: 2048 channels are
-    128 programs of 16 rows, 5120 are 320 of 16, and a vocabulary of 151,936 is 2374 of 64.
+    Each program reads and converts its tokens once more: 8 of them are as many bytes as 16 rows in FP8, and nearly as
+    much work. So rows are as many as leave two programs for every multiprocessor, or one where more tokens make more
+    of that work. Examples on 132 multiprocessors: at 8 tokens 2048 channels are 128 programs of 16 rows, 5120 are 320
+    of 16, and a vocabulary of 151,936 is 2374 of 64; at 32 tokens 5120 are 160 of 32.
     """
     columns = max(8, min(_MOST_COLUMNS, 1 << (tokens - 1).bit_length()))
 
@@ -79,6 +77,7 @@ def tune_linear(shape: LinearShape, tokens: int, num_sms: int) -> LinearTuning:
         return LANES * _STEP * (rows * shape.itemsize + 2 * columns)
 
     allowed = [r for r in _ROWS if r * columns <= _ACCUMULATORS and _LEAST_STAGES * held(r) <= _HALF]
-    rows = next((r for r in allowed if -(-shape.outputs // r) >= 2 * num_sms), allowed[-1])
+    programs = num_sms if columns > 8 else 2 * num_sms
+    rows = next((r for r in allowed if -(-shape.outputs // r) >= programs), allowed[-1])
     stages = max(_LEAST_STAGES, min(_MOST_STAGES, _STAGE_BYTES // held(rows)))
     return LinearTuning(LANES, _STEP, rows, columns, stages)

@@ -127,7 +127,7 @@ def _sum_of_columns(values, TUNING: tl.constexpr):
     return tl.sum(tl.where(row == 0, _sum_of_lanes(total, TUNING), 0.0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def linear_kernel(
     x, weight, scale, bias, norm, normed, residual, out, tokens, x_stride, residual_stride, eps, factor,
     SHAPE: tl.constexpr, TUNING: tl.constexpr,

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH
 from subten.kernels.linear.inputs import LinearWeights, NormWeights
-from subten.kernels.linear.plan import MAX_TOKENS, LinearShape, LinearTuning, tune_linear
+from subten.kernels.linear.plan import LinearShape, LinearTuning, tune_linear
 from subten.kernels.linear.triton_decode import linear_decode
 from subten.kernels.norm import rms_norm_reference
 
@@ -29,8 +30,8 @@ class TritonLinear:
         factor: float = 1.0,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Up to `MAX_TOKENS` tokens in one launch, more through torch."""
-        if len(x) > MAX_TOKENS:
+        """Up to `MOST_TOKENS_OF_A_LAUNCH` tokens in one launch, more through torch."""
+        if len(x) > MOST_TOKENS_OF_A_LAUNCH:
             return linear_many(x, weights, norm=norm, normed=normed, residual=residual, factor=factor, dtype=dtype)
         outputs, inputs = weights.weight.shape
         out = torch.empty(len(x), outputs, dtype=dtype or x.dtype, device=x.device)

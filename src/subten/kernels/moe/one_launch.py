@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from subten.errors import KernelUnavailableError
+from subten.kernels.launches import padded
 from subten.kernels.moe.gluon_plan import GluonMoEPlan
 from subten.kernels.moe.inputs import MoEWeights
 from subten.kernels.moe.packing import E4M3
@@ -75,7 +76,8 @@ class OneLaunchMoE(ABC, Generic[Plan]):
         """The call of the kernel."""
 
     def plan(self, shape: MoEShape, tokens: int, device: torch.device) -> Plan:
-        """How the launch for so many tokens is split."""
+        """How the launch for so many tokens is split: as that for a few more, lest every number compile a kernel."""
+        tokens = padded(tokens)
         key = shape, tokens, device
         if key not in self._plans:
             self._plans[key] = self.make_plan(shape, tokens, device)

@@ -36,6 +36,7 @@ def wide_down(experts: Experts, which: slice, dtype: torch.dtype) -> Tensor:
     return _times_blocks(weight, scale[which]).to(dtype)
 
 
+@torch.inference_mode()  # Weights that were made in that mode can't be changed outside of it.
 def cut_down(weights: MoEWeights, width: int) -> MoEWeights:
     """Reorder the down projections in place, so that `width` columns of all rows lie one behind the other.
 

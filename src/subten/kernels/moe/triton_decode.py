@@ -452,7 +452,7 @@ def _finish(
         tl.store(sums + at, tl.zeros([BLOCK], sums.dtype.element_ty), mask=at < tokens * HIDDEN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def decode_kernel(
     x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up, shared_gate_up_scale,
     shared_down, shared_down_scale, sums, broken, counters, residual, out, tokens, x_stride, logits_stride, factor,
@@ -522,8 +522,8 @@ def decode_kernel(
             if FINISHERS > 1:
                 while tl.atomic_add(counters, 0, sem="acquire") < arriving:
                     pass
-            number = ticket - (arriving - finishers)
-            _finish(sums, broken, residual, out, tokens, factor, number, finishers, SHAPE, FIXED)
+            place = ticket - (arriving - finishers)
+            _finish(sums, broken, residual, out, tokens, factor, place, finishers, SHAPE, FIXED)
             tl.debug_barrier()
             if tl.atomic_add(counters + 1, 1, sem="acq_rel") == finishers - 1:
                 tl.store(broken + token, tl.zeros([TOKENS], tl.int32))
