@@ -1,12 +1,12 @@
 """Find how the one-launch mixture of experts does its work fastest on this GPU: slices, columns, warps, stages.
 
 python tools/tune_moe.py OUT.json [--shapes qwen3-30b-a3b,olmoe-1b-7b,mix-32b-a9b] [--tokens 1,8,32]
-    [--weights block] [--activations 16bit,fp8] [--sums fixed] [--seconds 270]
+    [--weights block] [--kernels gluon,triton] [--activations 16bit,fp8] [--sums fixed] [--seconds 270]
 
 Compiles side by side, for 60% of the time at most, measures, prints the fastest of each case, and writes all;
-`python -m subten.bench moe --tuned OUT.json` measures with the fastest. `tune_moe` and the constants of
-src/subten/kernels/moe/plan.py are to be what comes of it; a slice of its own for each number of tokens gives other
-bits at each.
+`python -m subten.bench moe --tuned OUT.json` measures with the fastest. `tune_moe` and `tune_gluon_moe` of
+src/subten/kernels/moe/ are to be what comes of it; a slice of its own for each number of tokens gives other bits at
+each.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ import torch
 
 from subten.bench.checks import require
 from subten.bench.machine import Machine, describe, first_line, require_gpu, require_sound_device
-from subten.bench.moe import ALLOWED, Variant, compile_moe_ahead, reference, shape_of, variants
+from subten.bench.moe import ALLOWED, compile_moe_ahead, reference, shape_of
 from subten.bench.moe_cases import MoECase, MoEProblem, build_problem, choose_cases, random_layers
+from subten.bench.moe_kernels import Plan, Variant, cut_copy, make_plan, module_of, variants
 from subten.bench.terminal import announce, names
 from subten.bench.timing import time_calls
+from subten.kernels.moe import MoEWeights
+from subten.kernels.moe.gluon_plan import SLICE, GluonMoETuning, fits
 from subten.kernels.moe.plan import (
     MoEPlan,
     MoEShape,
@@ -37,7 +40,7 @@ from subten.kernels.moe.plan import (
     slice_widths,
     tune_moe,
 )
-from subten.kernels.moe.triton_decode import MoEScratch, moe_decode
+from subten.kernels.moe.triton_decode import MoEScratch
 
 REPLAYS = 9
 SHOWN = 4
@@ -50,12 +53,30 @@ class Measured:
 
     case: MoECase
     variant: Variant
-    plan: MoEPlan
+    plan: Plan
     us: float | None
     note: str | None
 
 
-def candidates(shape: MoEShape, tokens: int, variant: Variant, num_sms: int) -> Iterator[MoEPlan]:
+def candidates(shape: MoEShape, tokens: int, variant: Variant, num_sms: int) -> Iterator[Plan]:
+    """What is tried of a kernel."""
+    of_kernel = gluon_candidates if variant.kernel == "gluon" else triton_candidates
+    return of_kernel(shape, tokens, variant, num_sms)
+
+
+def gluon_candidates(shape: MoEShape, tokens: int, variant: Variant, num_sms: int) -> Iterator[Plan]:
+    """Slices that leave a program together, columns, and pairs of tiles in flight against programs that share a
+    multiprocessor: the default first."""
+    default = make_plan(variant, shape, tokens, num_sms)
+    yield default
+    for group, columns, (stages, per_sm) in product((1, 2, 4), (8, 16), ((3, 2), (2, 3), (6, 1))):
+        tuning = GluonMoETuning(SLICE, group, columns, stages, per_sm)
+        divides = all(size % (SLICE * group) == 0 for size in (shape.intermediate, shape.shared))
+        if divides and columns <= max(8, tokens) and fits(tuning) and tuning != default.tuning:
+            yield make_plan(variant, shape, tokens, num_sms, tuning)
+
+
+def triton_candidates(shape: MoEShape, tokens: int, variant: Variant, num_sms: int) -> Iterator[MoEPlan]:
     """Around the plan of the two best slices: other columns, warps and numbers of steps in flight, the default first
     of each; as many programs as run at once, one for each item, or fewer. With tokens in 16 bit and more than 8
     columns there are two warps, see `tune_moe`."""
@@ -88,13 +109,14 @@ def step_bytes(shape: MoEShape, tuning: MoETuning) -> int:
     return tuning.block_k * (2 * tuning.slice * itemsize + 2 * tuning.columns)
 
 
-def launch(problem: MoEProblem, plan: MoEPlan, variant: Variant) -> float:
-    """Check a plan and return its microseconds."""
+def launch(problem: MoEProblem, layers: Sequence[MoEWeights], plan: Plan, variant: Variant) -> float:
+    """Check a plan for the layers as its kernel takes them, and return its microseconds."""
+    moe_decode = module_of(variant.kernel).moe_decode
     shape = MoEShape.of(problem.layers[0])
     scratch = MoEScratch.allocate(plan, shape.hidden, problem.x[0].device)
     calls = [
         partial(moe_decode, x, weights, plan, scratch, logits=logits)
-        for x, weights, logits in zip(problem.x, problem.layers, problem.logits, strict=True)
+        for x, weights, logits in zip(problem.x, layers, problem.logits, strict=True)
     ]
     exact = reference(problem.layers[0], problem.x[0], problem.logits[0])
     # The result is rounded to bf16.
@@ -102,16 +124,18 @@ def launch(problem: MoEProblem, plan: MoEPlan, variant: Variant) -> float:
     return time_calls(calls, REPLAYS).us
 
 
-def measure(
-    problem: MoEProblem, case: MoECase, work: Sequence[tuple[Variant, MoEPlan]], until: float
-) -> list[Measured]:
+def measure(problem: MoEProblem, case: MoECase, work: Sequence[tuple[Variant, Plan]], until: float) -> list[Measured]:
     """Candidates of a case, fastest first, as far as the time allows."""
     results = []
+    layers = {"triton": problem.layers}
+    if any(variant.kernel == "gluon" for variant, _ in work):
+        layers["gluon"] = [cut_copy(weights) for weights in problem.layers]
     for variant, plan in work:
         if time.monotonic() > until:
             break
         try:
-            results.append(Measured(case, variant, plan, launch(problem, plan, variant), None))
+            us = launch(problem, layers[variant.kernel], plan, variant)
+            results.append(Measured(case, variant, plan, us, None))
         except Exception as failure:  # more registers or shared memory than there are, or a wrong result
             require_sound_device(failure)
             results.append(Measured(case, variant, plan, None, first_line(failure)))
@@ -124,16 +148,27 @@ def show(case: MoECase, results: Sequence[Measured], floor: float, candidates: i
     print(f"{case.shape} {case.weights} {case.tokens}: floor {floor:.1f} us, {len(results)} of {candidates} measured")
     for variant in dict.fromkeys(one.variant for one in results):
         for one in [one for one in results if one.variant == variant and one.us][:SHOWN]:
-            t = one.plan.tuning
             share = floor / (one.us or 1)
             print(
-                f"  {one.us:8.1f} us {share:4.0%} {variant.activations:<5} {variant.sums:<5} slice {t.slice:3} "
-                f"k {t.block_k:3} h {t.block_h:3} columns {t.columns:2} warps {t.warps} stages {t.stages} "
-                f"registers {t.registers} programs {one.plan.programs}"
+                f"  {one.us:8.1f} us {share:4.0%} {variant.kernel:<6} {variant.activations:<5} {variant.sums:<5} "
+                f"{described(one.plan)}"
             )
     if failed:
         print(f"  {len(failed)} without a figure: {failed[0].note}")
     print(end="", flush=True)
+
+
+def described(plan: Plan) -> str:
+    """What is tried, on one line."""
+    t = plan.tuning
+    if isinstance(t, GluonMoETuning):
+        tiles = f"slice {t.slice:3} group {t.group} columns {t.columns:2} stages {t.stages} per_sm {t.per_sm}"
+    else:
+        tiles = (
+            f"slice {t.slice:3} k {t.block_k:3} h {t.block_h:3} columns {t.columns:2} warps {t.warps} "
+            f"stages {t.stages} registers {t.registers}"
+        )
+    return f"{tiles} programs {plan.programs}"
 
 
 def main() -> None:
@@ -143,6 +178,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="qwen3-30b-a3b,olmoe-1b-7b,mix-32b-a9b")
     parser.add_argument("--tokens", default="1,8,32")
     parser.add_argument("--weights", default="block")
+    parser.add_argument("--kernels", default="gluon,triton")
     parser.add_argument("--activations", default="16bit,fp8")
     parser.add_argument("--sums", default="fixed")
     parser.add_argument("--seconds", type=float, default=270, help="that all of it may take, about")
@@ -177,12 +213,12 @@ def main() -> None:
 
 def plans(
     case: MoECase, args: argparse.Namespace, machine: Machine, device: torch.device
-) -> list[tuple[Variant, MoEPlan]]:
+) -> list[tuple[Variant, Plan]]:
     """The candidates of a case."""
     shape = shape_of(case, device)
     return [
         (variant, plan)
-        for variant in variants(case, names(args.activations), names(args.sums))
+        for variant in variants(case, names(args.kernels), names(args.activations), names(args.sums))
         for plan in candidates(shape, case.tokens, variant, machine.num_sms)
     ]
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ import typer
 
 from subten.bench import moe, moe_cases, moe_session
 from subten.bench.__main__ import app, main
-from subten.bench.moe import MoEBench, Tuned, Variant, load_peer, reference, variants
+from subten.bench.moe import MoEBench, Tuned, load_peer, reference, shape_of
 from subten.bench.moe_cases import DEMO, MODELS, MoECase, MoEModel, build_problem, choose_cases, demo_problem
+from subten.bench.moe_kernels import Variant, cut_copy, variants
 from subten.bench.moe_report import MoERow, moe_json, moe_line
 from subten.errors import ParameterError, StorageError
-from subten.kernels.moe import RouterSpec
+from subten.kernels.moe import RouterSpec, triton_decode
+from subten.kernels.moe.gluon_plan import GluonMoETuning, plan_gluon_moe
+from subten.kernels.moe.packing import wide_down
 from subten.kernels.moe.plan import plan_moe
 from support.interpreter import correct_numbers
 from support.moe import expected
@@ -22,7 +26,8 @@ from support.moe import expected
 CPU = torch.device("cpu")
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "benchmarks" / "README.md").read_text(encoding="utf-8")
 TINY = MoEModel(RouterSpec(8, 2, True), 128, 64, 32)
-EXACT = Variant("16bit", "fixed")
+EXACT = Variant("triton", "16bit", "fixed")
+GLUON = replace(EXACT, kernel="gluon")
 
 
 @pytest.fixture
@@ -34,7 +39,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, timer, machine) -> MoEBench:
 
 def test_a_row(tiny: MoEBench) -> None:
     case = MoECase("tiny", 3, "block")
-    exact, split = tiny.rows(case, [EXACT, Variant("fp8x2", "float")])
+    exact, split = tiny.rows(case, [EXACT, Variant("triton", "fp8x2", "float")])
     assert exact.note is None
     assert exact.us == 8.0
     assert 0 < exact.error < 2e-3
@@ -89,10 +94,54 @@ def test_another_implementation_from_a_file(tiny: MoEBench, tmp_path: Path) -> N
 def test_cases() -> None:
     assert len(choose_cases([], [], [])) == 6 * 7
     assert choose_cases([DEMO], ["4"], ["block", "channel"]) == (MoECase(DEMO, 4, "bf16"),)
-    assert variants(MoECase(DEMO, 4, "bf16"), ["16bit", "fp8"], ["fixed"]) == [EXACT]
     for arguments in ((["phi"], [], []), ([], ["65"], []), ([], ["x"], []), ([], [], ["int4"])):
         with pytest.raises(ParameterError, match="separated by commas"):
             choose_cases(*arguments)
+
+
+def test_the_gluon_kernel_where_it_serves() -> None:
+    """Its rows come first: tokens in 16 bit, at shapes that it takes."""
+    both = (["gluon", "triton"], ["16bit", "fp8"], ["fixed"])
+    narrow, wide = MoECase(DEMO, 4, "bf16"), MoECase("mix-32b-a9b", 4, "block")
+    assert variants(narrow, *both) == [EXACT]
+    assert variants(replace(wide, weights="bf16"), *both) == [GLUON, EXACT]
+    assert variants(wide, *both) == [GLUON, EXACT, replace(EXACT, activations="fp8")]
+    assert variants(wide, ["gluon"], ["fp8"], ["fixed"]) == []
+    assert variants(wide, ["gluon"], ["16bit"], ["fixed", "float"]) == [GLUON, replace(GLUON, sums="float")]
+    gluon = {name for name in MODELS if variants(MoECase(name, 1, "block"), ["gluon"], ["16bit"], ["fixed"])}
+    assert gluon == set(MODELS)
+
+
+def test_a_cut_copy_leaves_what_others_read(tiny: MoEBench) -> None:
+    weights = moe_cases.random_block(replace(TINY, shared=64), "block", CPU)
+    before = wide_down(weights.experts, slice(None), torch.float32)
+    cut = cut_copy(weights)
+    assert cut.gate_up is weights.gate_up
+    assert cut.down.shape == (8, 1, 128, 64)
+    for kept in (weights, cut):
+        assert torch.equal(wide_down(kept.experts, slice(None), torch.float32), before)
+
+
+def test_the_layers_of_a_shape_are_cut_once(tiny: MoEBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Gluon kernel, which the interpreter can't run, is played by the other one."""
+    monkeypatch.setitem(MODELS, "tiny", replace(TINY, shared=64))
+    seen = []
+
+    def decode(x, weights, plan, scratch, **rest):
+        seen.append(weights.down)
+        return triton_decode.moe_decode(x, weights, plan, scratch, **rest)
+
+    monkeypatch.setattr(moe, "module_of", lambda kernel: SimpleNamespace(moe_decode=decode))
+    monkeypatch.setattr(moe, "make_plan", lambda variant, shape, *rest: plan_moe(shape, *rest[:2]))
+    rows = [row for tokens in (1, 2) for row in tiny.rows(MoECase("tiny", tokens, "block"), [GLUON, EXACT])]
+    assert [(row.kernel, row.note) for row in rows] == [("gluon", None), ("triton", None)] * 2
+    cut = {down.data_ptr() for down in seen if down.ndim == 4}
+    assert cut
+    assert cut <= {weights.down.data_ptr() for weights in tiny._cut}
+    assert len(tiny._cut) == len(tiny._layers)
+    assert not cut & {weights.down.data_ptr() for weights in tiny._layers}
+    list(tiny.rows(MoECase("tiny", 1, "bf16"), [EXACT]))
+    assert not tiny._cut
 
 
 def test_the_seed_model_is_as_large_as_its_name_says() -> None:
@@ -104,8 +153,8 @@ def test_the_seed_model_is_as_large_as_its_name_says() -> None:
 
 
 ROW = MoERow(
-    "mix-32b-a9b", 8, "block", "16bit", "fixed", 7.2, 250.0, 249.0, 251.0, 10**9, 220.0, 0.88, 3e-4, "unfused bf16",
-    500.0, 2.0, {"unfused bf16": 500.0}, None,
+    "mix-32b-a9b", 8, "block", "gluon", "16bit", "fixed", 7.2, 250.0, 249.0, 251.0, 10**9, 220.0, 0.88, 3e-4,
+    "unfused bf16", 500.0, 2.0, {"unfused bf16": 500.0}, None,
 )  # fmt: skip
 
 
@@ -126,16 +175,20 @@ def test_rows_are_printed_and_saved(monkeypatch, machine, tmp_path: Path, capsys
     path = tmp_path / "rows.json"
     arguments = ["moe", "--shapes", "mix-32b-a9b", "--activations", "16bit", "--json", str(path), "--tokens"]
     assert main([*arguments, "8"]) == 0
-    assert json.loads(path.read_text())["moe"][0]["peers"] == {"unfused bf16": 500.0}
+    (row,) = json.loads(path.read_text())["moe"]
+    assert row["peers"] == {"unfused bf16": 500.0}
+    assert row["kernel"] == "gluon"
     assert "ratio 2.00" in capsys.readouterr().out
     assert main([*arguments, "8,16"]) == 1
     assert "no figure: wrong" in capsys.readouterr().out
+    assert main(["moe", "--kernels", "cuda"]) == 2
+    assert "--kernels is 'cuda'" in capsys.readouterr().err
     assert main(["moe", "--sums", "int"]) == 2
     assert "--sums is 'int'" in capsys.readouterr().err
 
 
 def test_plans_that_a_tool_found(tmp_path: Path) -> None:
-    case, shape = MoECase("tiny", 8, "block"), moe.shape_of(MoECase("qwen3-30b-a3b", 1, "bf16"), torch.device("meta"))
+    case, shape = MoECase("tiny", 8, "block"), shape_of(MoECase("qwen3-30b-a3b", 1, "bf16"), torch.device("meta"))
     default = Tuned().plan(case, EXACT, shape, 132)
     assert default == plan_moe(shape, 8, 132)
     rows = [
@@ -144,15 +197,22 @@ def test_plans_that_a_tool_found(tmp_path: Path) -> None:
         for plan in [replace(default, tuning=replace(default.tuning, stages=stages))]
     ]
     file = tmp_path / "tuned.json"
+    other = plan_gluon_moe(shape, 8, 132, tuning=GluonMoETuning(64, 2, 8, 6, 1))
+    rows.append({"case": asdict(case), "variant": asdict(GLUON), "us": 7.0, "plan": asdict(other)})
     file.write_text(json.dumps({"moe": rows}))
     tuned = Tuned.read(file)
+    assert tuned.plan(case, GLUON, shape, 132) == other
+    assert tuned.plan(replace(case, tokens=1), GLUON, shape, 132) == plan_gluon_moe(
+        shape, 1, 132, tuning=other.tuning
+    )
+    assert Tuned().plan(case, GLUON, shape, 132) == plan_gluon_moe(shape, 8, 132)
     assert [tuned.plan(replace(case, tokens=n), EXACT, shape, 132).tuning.stages for n in (1, 8, 16, 32)] == [
         4,
         4,
         4,
         2,
     ]
-    assert tuned.plan(case, Variant("fp8", "fixed"), shape, 132).tuning.activations == "fp8"
+    assert tuned.plan(case, Variant("triton", "fp8", "fixed"), shape, 132).tuning.activations == "fp8"
     file.write_text("{}")
     with pytest.raises(StorageError, match="is no file of tools"):
         Tuned.read(file)

@@ -14,10 +14,8 @@ FINE, COARSE, *OTHERS = (
     "fine/channel/16bit/1/90",
     "coarse/block/fp8x2/8/90",
     "coarse/bf16/16bit/8/90",
-    "fine/channel/fp8/32/90",
-    "coarse/channel/16bit/64/90",
     "sigmoid/bf16/16bit/8/80",
-    "shared/bf16+/16bit/32/80",
+    "shared/bf16+/16bit/64/80",
     "fine/channel/16bit/8/100",
 )
 """SHAPE/WEIGHTS/ACTIVATIONS/TOKENS/CAPABILITY, see support/compile_moe.py."""

@@ -55,7 +55,7 @@ class Compiled:
 
 def unbacked(*shape: int, dtype: torch.dtype) -> Tensor:
     """A tensor without memory: only its type and shape are looked at."""
-    return torch.empty(1, dtype=dtype).expand(shape)
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def weights_of(shape: str, kind: str) -> MoEWeights:

@@ -9,24 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime import interpreter
+from triton.runtime.jit import mangle_type
 
-_TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int8: "*i8",
-    torch.int16: "*i16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
 _DIVISIBLE = [["tt.divisibility", 16]]
 
 
@@ -49,6 +39,29 @@ class DeviceCode:
                 loops.append([line for at, line in self.sass if start <= at <= address])
         return loops
 
+    def reachable(self, start: str, end: str, barrier: str) -> list[str]:
+        """The instructions with `end` in them that can follow one with `start` without one with `barrier` between."""
+        places = {address: place for place, (address, _) in enumerate(self.sass)}
+        seen: set[int] = set()
+        found: list[str] = []
+        ahead = [place + 1 for place, (_, text) in enumerate(self.sass) if start in text]
+        while ahead:
+            place = ahead.pop()
+            if place in seen or place >= len(self.sass):
+                continue
+            seen.add(place)
+            text = self.sass[place][1]
+            if barrier in text:
+                continue
+            if end in text:
+                found.append(text)
+            target = re.search(r"\b(?:BRA|CALL)\b.*?0x([0-9a-f]+)", text)
+            if target and int(target[1], 16) in places:
+                ahead.append(places[int(target[1], 16)])
+            if not re.match(r"(?:BRA(?:\.\w+)* 0x|EXIT|RET)", text):
+                ahead.append(place + 1)
+        return found
+
 
 def compile_kernel(
     kernel: Any,
@@ -67,13 +80,9 @@ def compile_kernel(
         value = arguments[parameter.name]
         if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
-        elif isinstance(value, Tensor):
-            signature[parameter.name], attributes[(index,)] = _TYPES[value.dtype], _DIVISIBLE
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
         else:
-            signature[parameter.name] = "i32"
-            if value % 16 == 0:
+            signature[parameter.name] = mangle_type(value)
+            if isinstance(value, Tensor) or (type(value) is int and value % 16 == 0):
                 attributes[(index,)] = _DIVISIBLE
     language = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = language(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)

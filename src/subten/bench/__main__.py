@@ -94,6 +94,7 @@ def moe(
     shapes: Annotated[str, typer.Option(help="Models, separated by commas [default: all].")] = "",
     tokens: Annotated[str, typer.Option(help="Numbers of tokens, separated by commas [default: 1 to 64].")] = "",
     weights: Annotated[str, typer.Option(help="bf16, channel, block, separated by commas.")] = "block",
+    kernels: Annotated[str, typer.Option(help="gluon, triton, separated by commas.")] = "gluon,triton",
     activations: Annotated[str, typer.Option(help="16bit, fp8x2, fp8, separated by commas.")] = "16bit,fp8x2,fp8",
     sums: Annotated[str, typer.Option(help="fixed, float, separated by commas.")] = "fixed",
     peer: Annotated[
@@ -108,7 +109,13 @@ def moe(
     Every kernel is compared with float64 first; without that there is no figure.
     """
     options = MoEOptions.parse(
-        shapes=shapes, tokens=tokens, weights=weights, activations=activations, sums=sums, replays=replays
+        shapes=shapes,
+        tokens=tokens,
+        weights=weights,
+        kernels=kernels,
+        activations=activations,
+        sums=sums,
+        replays=replays,
     )
     if not run_moe(options, json, peer or [], tuned, commit):
         raise typer.Exit(MISSING_FIGURES)

@@ -12,7 +12,6 @@ from functools import partial
 from multiprocessing import get_context
 from os import cpu_count
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,16 +26,17 @@ from subten.bench.moe_cases import (
     MoEProblem,
     build_problem,
     demo_problem,
-    random_block,
+    empty_block,
     random_layers,
 )
+from subten.bench.moe_kernels import Kernel, Plan, Variant, compile_launch, cut_copy, make_plan, module_of, read_plan
 from subten.bench.moe_report import MoERow
 from subten.bench.timing import REPLAYS, Call, Timing, time_calls
 from subten.bench.unfused_fp8 import moe_unfused_fp8
 from subten.errors import StorageError, SubtenError
 from subten.kernels.moe import Experts, MoEWeights
 from subten.kernels.moe.packing import wide_down, wide_gate_up
-from subten.kernels.moe.plan import Activations, MoEPlan, MoEShape, MoETuning, Sums, plan_moe
+from subten.kernels.moe.plan import Activations, MoEShape
 from subten.kernels.moe.router import route
 from subten.kernels.moe.unfused import all_down, all_gate_up, moe_unfused
 
@@ -52,24 +52,10 @@ Timer = Callable[[Sequence[Call], int], Timing]
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One figure of a case."""
-
-    activations: Activations
-    sums: Sums
-
-
-def variants(case: MoECase, activations: Sequence[Activations], sums: Sequence[Sums]) -> list[Variant]:
-    """What is measured of a case: weights in 16 bit are multiplied in 16 bit only."""
-    kinds: Sequence[Activations] = ["16bit"] if case.weights == "bf16" else activations
-    return [Variant(kind, one) for kind in kinds for one in sums]
-
-
-@dataclass(frozen=True)
 class Tuned:
     """What tools/tune_moe.py found fastest, by shape, kind of weights and variant, for some numbers of tokens."""
 
-    found: Mapping[tuple[str, str, Variant], Mapping[int, MoEPlan]] = field(default_factory=dict)
+    found: Mapping[tuple[str, str, Variant], Mapping[int, Plan]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Tuned:
@@ -78,25 +64,25 @@ class Tuned:
         Raises:
             StorageError: it is none.
         """
-        found: dict[tuple[str, str, Variant], dict[int, MoEPlan]] = {}
+        found: dict[tuple[str, str, Variant], dict[int, Plan]] = {}
         try:
             rows = [row for row in json.loads(path.read_text(encoding="utf-8"))["moe"] if row["us"] is not None]
             for row in sorted(rows, key=lambda row: -float(row["us"])):
                 case, variant = MoECase(**row["case"]), Variant(**row["variant"])
                 of_shape = found.setdefault((case.shape, case.weights, variant), {})
-                of_shape[case.tokens] = MoEPlan(**{**row["plan"], "tuning": MoETuning(**row["plan"]["tuning"])})
+                of_shape[case.tokens] = read_plan(variant.kernel, row["plan"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StorageError(f"{path} is no file of tools/tune_moe.py: {first_line(error)}") from error
         return cls(found)
 
-    def plan(self, case: MoECase, variant: Variant, shape: MoEShape, num_sms: int) -> MoEPlan:
+    def plan(self, case: MoECase, variant: Variant, shape: MoEShape, num_sms: int) -> Plan:
         """What was found for a case, what follows from the tiles of the nearest number of tokens, or the default."""
         of_shape = self.found.get((case.shape, case.weights, variant), {})
         if case.tokens in of_shape:
             return of_shape[case.tokens]
         nearest = min(of_shape, key=lambda tokens: abs(math.log2(tokens / case.tokens)), default=None)
         tuning = None if nearest is None else of_shape[nearest].tuning
-        return plan_moe(shape, case.tokens, num_sms, variant.activations, variant.sums, tuning)
+        return make_plan(variant, shape, case.tokens, num_sms, tuning)
 
 
 def load_peer(path: Path) -> tuple[str, Peer]:
@@ -114,7 +100,8 @@ def load_peer(path: Path) -> tuple[str, Peer]:
 
 @dataclass
 class MoEBench:
-    """Measures case after case; the layers of a shape are kept for the cases that follow.
+    """Measures case after case; the layers of a shape, and their copies with down projections cut, are kept for the
+    cases that follow.
 
     Attributes:
         machine: where it runs.
@@ -133,6 +120,7 @@ class MoEBench:
     timer: Timer = time_calls
     _held: tuple[str, str] | None = None
     _layers: list[MoEWeights] = field(default_factory=list)
+    _cut: list[MoEWeights] = field(default_factory=list)
 
     @torch.inference_mode()
     def rows(self, case: MoECase, wanted: Sequence[Variant]) -> Iterator[MoERow]:
@@ -150,26 +138,35 @@ class MoEBench:
             return demo_problem(case.tokens, self.machine.l2_bytes, self.device)
         if self._held != (case.shape, case.weights):
             self._layers.clear()
+            self._cut.clear()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             self._layers += random_layers(case.shape, case.weights, self.machine.l2_bytes, self.device)
             self._held = case.shape, case.weights
         return build_problem(case, self._layers, self.device)
 
-    def _measure(self, case: MoECase, variant: Variant, problem: MoEProblem, exact: Tensor) -> tuple[Timing, float]:
-        from subten.kernels.moe.triton_decode import MoEScratch, moe_decode
+    def _layers_for(self, kernel: Kernel, problem: MoEProblem) -> Sequence[MoEWeights]:
+        if kernel == "triton":
+            return problem.layers
+        if not self._cut:
+            self._cut += map(cut_copy, problem.layers)
+        return self._cut
 
-        shape = MoEShape.of(problem.layers[0])
+    def _measure(self, case: MoECase, variant: Variant, problem: MoEProblem, exact: Tensor) -> tuple[Timing, float]:
+        from subten.kernels.moe.triton_decode import MoEScratch
+
+        layers, moe_decode = self._layers_for(variant.kernel, problem), module_of(variant.kernel).moe_decode
+        shape = MoEShape.of(layers[0])
         plan = self.tuned.plan(case, variant, shape, self.machine.num_sms)
         if self.device.type == "cpu":
             plan = replace(plan, finishers=1)  # The interpreter runs programs one after the other.
         scratch = MoEScratch.allocate(plan, shape.hidden, self.device)
         out = torch.full(exact.shape, torch.nan, dtype=torch.float32, device=self.device)
-        moe_decode(problem.x[0], problem.layers[0], plan, scratch, logits=problem.logits[0], out=out)
+        moe_decode(problem.x[0], layers[0], plan, scratch, logits=problem.logits[0], out=out)
         error = require([(out, exact)], ALLOWED[variant.activations])
         calls = [
             partial(moe_decode, x, weights, plan, scratch, logits=logits)
-            for x, weights, logits in zip(problem.x, problem.layers, problem.logits, strict=True)
+            for x, weights, logits in zip(problem.x, layers, problem.logits, strict=True)
         ]
         return self.timer(calls, self.replays), error
 
@@ -245,6 +242,7 @@ def make_row(
         shape=case.shape,
         tokens=case.tokens,
         weights=case.weights,
+        kernel=variant.kernel,
         activations=variant.activations,
         sums=variant.sums,
         distinct_experts=problem.distinct_experts,
@@ -295,7 +293,7 @@ def _unfused_fp8(weights: MoEWeights, x: Tensor, logits: Tensor) -> Call:
 
 
 def compile_moe_ahead(
-    tasks: Sequence[tuple[MoECase, MoEPlan]],
+    tasks: Sequence[tuple[MoECase, Plan]],
     outputs: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
     seconds: float | None = None,
 ) -> str:
@@ -309,33 +307,18 @@ def compile_moe_ahead(
     return f"compiled ahead for {len(done)} of {len(tasks)} launches in {processes} processes"
 
 
-def _compile(case: MoECase, plan: MoEPlan, outputs: Sequence[torch.dtype]) -> None:
-    """Without a launch."""
-    from subten.kernels.moe.triton_decode import MoEScratch, decode_arguments, decode_kernel
-
+def _compile(case: MoECase, plan: Plan, outputs: Sequence[torch.dtype]) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    weights = _weights(case, device)
-    shape = MoEShape.of(weights)
-    x = torch.zeros(case.tokens, shape.hidden, dtype=torch.bfloat16, device=device)
-    logits = torch.zeros(case.tokens, shape.num_experts, device=device)
-    scratch = MoEScratch.allocate(plan, shape.hidden, device)
-    for out in (torch.empty_like(x, dtype=dtype) for dtype in outputs):
-        options: dict[str, Any] = {
-            "num_warps": plan.tuning.warps,
-            "num_stages": plan.tuning.stages,
-            "maxnreg": plan.tuning.registers,
-        }
-        decode_kernel.warmup(
-            **decode_arguments(x, logits, weights, plan, scratch, out), **options, grid=(plan.programs,)
-        )
+    compile_launch(_weights(case, device), case.tokens, plan, outputs)
 
 
 def shape_of(case: MoECase, device: torch.device) -> MoEShape:
     """Of a case's weights."""
-    return MoEShape.of(_weights(case, device))
+    return MoEShape.of(_weights(case, device if case.shape == DEMO else torch.device("meta")))
 
 
 def _weights(case: MoECase, device: torch.device) -> MoEWeights:
+    """As a case has them; random ones are left as memory is."""
     if case.shape == DEMO:
         return demo_problem(case.tokens, 1, device).layers[0]
-    return random_block(MODELS[case.shape], case.weights, device)
+    return empty_block(MODELS[case.shape], case.weights, device)

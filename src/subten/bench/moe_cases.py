@@ -127,27 +127,38 @@ def random_layers(shape: str, kind: str, l2_bytes: int, device: torch.device) ->
     first = random_block(model, kind, device)
     visited = 3 * (model.rule.top_k * model.intermediate + model.shared) * model.hidden
     copies = copies_past(l2_bytes, visited * (2 if kind == "bf16" else 1))
-    held = first.gate_up.nbytes + first.down.nbytes
+    held = first.gate_up.nbytes + 2 * first.down.nbytes  # Down is there once more, cut, for the Gluon kernel.
     fitting = _memory(device) // 2 // held
     return [first, *(_copy(first) for _ in range(max(2, min(copies, fitting)) - 1))]
 
 
 def random_block(model: MoEModel, kind: str, device: torch.device) -> MoEWeights:
     """Gaussian weights in one of `WEIGHTS`, made expert by expert."""
+    block = empty_block(model, kind, device)
+    spread = 0.02 if kind == "bf16" else 32.0
+    block.router.copy_(torch.randn(block.router.shape, device=device))
+    for experts in (block.experts, *([block.shared.expert] if block.shared else [])):
+        for weight in (experts.gate_up, experts.down):
+            for part in weight:
+                part.copy_((torch.randn(part.shape, device=device) * spread).to(part.dtype))
+        for scale in (experts.gate_up_scale, experts.down_scale):
+            if scale is not None:
+                scale.copy_((0.5 + torch.rand(scale.shape, device=device)) * (0.02 / 32))
+    return block
+
+
+def empty_block(model: MoEModel, kind: str, device: torch.device) -> MoEWeights:
+    """As `random_block`, but whatever there is in memory."""
     rule, hidden, width, shared = model.rule, model.hidden, model.intermediate, model.shared
-    dtype = torch.bfloat16 if kind == "bf16" else E4M3
 
     def weight(*size: int) -> Tensor:
-        made = torch.empty(size, dtype=dtype, device=device)
-        for part in made if len(size) == 3 else [made]:
-            part.copy_((torch.randn(part.shape, device=device) * (0.02 if kind == "bf16" else 32.0)).to(dtype))
-        return made
+        return torch.empty(size, dtype=torch.bfloat16 if kind == "bf16" else E4M3, device=device)
 
     def scale(rows: int, columns: int, halves: int, *experts: int) -> Tensor | None:
         if kind == "bf16":
             return None
         sizes = (rows,) if kind == "channel" else (halves * -(-rows // halves // 128), -(-columns // 128))
-        return (0.5 + torch.rand(*experts, *sizes, device=device)) * (0.02 / 32)
+        return torch.empty(*experts, *sizes, device=device)
 
     of_all = None
     if shared:
@@ -160,7 +171,7 @@ def random_block(model: MoEModel, kind: str, device: torch.device) -> MoEWeights
         )
     return MoEWeights(
         rule,
-        torch.randn(rule.num_experts, hidden, device=device).bfloat16(),
+        torch.empty(rule.num_experts, hidden, dtype=torch.bfloat16, device=device),
         weight(rule.num_experts, 2 * width, hidden),
         weight(rule.num_experts, hidden, width),
         of_all,

@@ -20,7 +20,8 @@ class MoERow:
         shape: name of the model.
         tokens: of the batch.
         weights: of the experts: "bf16", or FP8 with scales by "channel" or "block".
-        activations: what they are multiplied with.
+        kernel: "gluon" or "triton".
+        activations: what weights are multiplied with.
         sums: how outputs are added up.
         distinct_experts: that the tokens visit, mean over the layers.
         us: microseconds of one layer from router logits to output, median over the replays.
@@ -40,6 +41,7 @@ class MoERow:
     shape: str
     tokens: int
     weights: str
+    kernel: str
     activations: str
     sums: str
     distinct_experts: float
@@ -65,7 +67,10 @@ def moe_json(machine: Machine, rows: Sequence[MoERow]) -> bytes:
 
 def moe_line(row: MoERow, seconds: float) -> str:
     """A row as it comes, on one line."""
-    head = f"[{seconds:4.0f} s] {row.shape:>13} {row.tokens:2} {row.weights:<7} {row.activations:<5} {row.sums:<5}"
+    head = (
+        f"[{seconds:4.0f} s] {row.shape:>13} {row.tokens:2} {row.weights:<7} {row.kernel:<6} {row.activations:<5} "
+        f"{row.sums:<5}"
+    )
     if row.us is None:
         return f"{head} no figure: {row.note}"
     figures = (
@@ -86,7 +91,7 @@ def moe_table(rows: Sequence[MoERow], machine: Machine) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for name in ("shape", "weights", "activations", "sums"):
+    for name in ("shape", "weights", "kernel", "activations", "sums"):
         table.add_column(name)
     for name in ("tokens", "experts", "us", "floor", "share", "peer us", "ratio", "error"):
         table.add_column(name, justify="right")
@@ -95,6 +100,7 @@ def moe_table(rows: Sequence[MoERow], machine: Machine) -> Table:
         table.add_row(
             row.shape,
             row.weights,
+            row.kernel,
             row.activations,
             row.sums,
             str(row.tokens),

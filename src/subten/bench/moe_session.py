@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import get_args
 
 from subten.bench.machine import describe, require_gpu
-from subten.bench.moe import MoEBench, Tuned, Variant, compile_moe_ahead, load_peer, shape_of, variants
+from subten.bench.moe import MoEBench, Tuned, compile_moe_ahead, load_peer, shape_of
 from subten.bench.moe_cases import MoECase, choose_cases
+from subten.bench.moe_kernels import Kernel, Variant, variants
 from subten.bench.moe_report import MoERow, moe_json, moe_line, moe_table
 from subten.bench.report import ResultFile
 from subten.bench.terminal import announce, names, show
@@ -23,13 +24,14 @@ class MoEOptions:
     """What to measure: every case in every way that it can be computed."""
 
     cases: Sequence[MoECase]
+    kernels: Sequence[Kernel]
     activations: Sequence[Activations]
     sums: Sequence[Sums]
     replays: int
 
     @classmethod
     def parse(
-        cls, *, shapes: str, tokens: str, weights: str, activations: str, sums: str, replays: int
+        cls, *, shapes: str, tokens: str, weights: str, kernels: str, activations: str, sums: str, replays: int
     ) -> MoEOptions:
         """From the command line, where lists are separated by commas.
 
@@ -37,6 +39,7 @@ class MoEOptions:
             ParameterError: a list that names something that does not exist.
         """
         for option, text, known in (
+            ("--kernels", kernels, get_args(Kernel)),
             ("--activations", activations, get_args(Activations)),
             ("--sums", sums, get_args(Sums)),
         ):
@@ -45,6 +48,7 @@ class MoEOptions:
                 raise ParameterError(f"{option} is '{text}'; it takes {', '.join(known)}, separated by commas")
         return cls(
             choose_cases(names(shapes), names(tokens), names(weights)),
+            [name for name in get_args(Kernel) if name in names(kernels)],
             [name for name in get_args(Activations) if name in names(activations)],
             [name for name in get_args(Sums) if name in names(sums)],
             replays,
@@ -52,7 +56,7 @@ class MoEOptions:
 
     def variants(self, case: MoECase) -> list[Variant]:
         """Of one case."""
-        return variants(case, self.activations, self.sums)
+        return variants(case, self.kernels, self.activations, self.sums)
 
 
 def run_moe(

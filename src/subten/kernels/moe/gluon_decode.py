@@ -37,7 +37,11 @@ from subten.kernels.moe.plan import MoEShape
 from subten.kernels.moe.reference import router_logits
 from subten.kernels.moe.triton_decode import MoEScratch, multiprocessors
 
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
+# What Triton 3.7 and later have under other names.
+_Memory = gl.shared_memory_descriptor
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_reinterpret = _Memory.reinterpret if hasattr(_Memory, "reinterpret") else _Memory._reinterpret
 
 _LOG2_E = gl.constexpr(math.log2(math.e))
 _LINE = gl.constexpr(LINE)
@@ -156,7 +160,7 @@ def _tiles(weight: Tensor, size: list[int]) -> TensorDescriptor:
 @gluon.jit
 def _as_tile(stage, weights):
     """A stage of the ring as the copy engine fills it from `weights`."""
-    return stage._reinterpret(weights.dtype, weights.block_shape, weights.layout)
+    return _reinterpret(stage, weights.dtype, weights.block_shape, weights.layout)
 
 
 @gluon.jit
@@ -167,7 +171,7 @@ def _copy_gate_up(weights, expert, neuron, step, ring, place, bar, SHAPE: gl.con
     row, column = neuron + step // STEPS * SLICE, step % STEPS * COLUMNS
     for tile in gl.static_range(2):
         corner = [2 * expert, row, column + tile * COLUMNS]
-        tma.async_copy_global_to_shared(weights, corner, bar, _as_tile(ring.index(place + tile), weights))
+        _copy(weights, corner, bar, _as_tile(ring.index(place + tile), weights))
 
 
 @gluon.jit
@@ -176,7 +180,7 @@ def _copy_down(weights, down_row, step, ring, place, bar, SHAPE: gl.constexpr, G
     for tile in gl.static_range(2):
         at = step + tile
         row = down_row + at % GROUP * SHAPE.hidden + at // GROUP * ROWS
-        tma.async_copy_global_to_shared(weights, [row, 0], bar, _as_tile(ring.index(place + tile), weights))
+        _copy(weights, [row, 0], bar, _as_tile(ring.index(place + tile), weights))
 
 
 @gluon.jit

@@ -1,0 +1,63 @@
+"""What the Gluon mixture of experts is compiled to, seen without a GPU; tests/gpu has what it computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.device_code import DeviceCode
+
+ONE_TOKEN, SIXTEEN_COLUMNS, BY_CHANNEL, SHARED = NAMES = (
+    "coarse/block/1",
+    "coarse/block/32",
+    "fine/channel/8",
+    "shared/bf16+/8",
+)
+"""SHAPE/WEIGHTS/TOKENS, see support/compile_gluon_moe.py."""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """In a process of its own, where Triton does not interpret."""
+    folder = tmp_path_factory.mktemp("compiled")
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "support.compile_gluon_moe", folder, *NAMES]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    return {result["name"]: result for result in json.loads(child.stdout)}
+
+
+@pytest.mark.parametrize(("name", "columns"), list(zip(NAMES, (8, 16, 8, 8), strict=True)))
+def test_the_loops_over_weights(compiled: dict[str, dict], name: str, columns: int) -> None:
+    """The copy engine brings weights, two tiles of gate and up or of down; they are read as matrices and multiplied
+    by `mma.sync`. Other loads are those of tokens and scales, and nothing is spilled."""
+    result = compiled[name]
+    assert result["columns"] == columns
+    assert result["registers"] <= result["allowed"]
+    loads_of_tokens = 2 * columns
+    for loop, most_loads in (("gate_up", loads_of_tokens + 4), ("down", 16)):
+        opcodes = result[loop]
+        assert opcodes["UTMALDG"] == 4
+        assert opcodes["LDSM"] >= 16
+        assert opcodes["HMMA"] >= 16
+        assert opcodes.get("LDG", 0) <= most_loads, "weights are read one by one"
+        assert not {"I2F", "I2FP", "LDGSTS", "ATOMG", "LDL", "STL"} & set(opcodes)
+    assert result["down"]["REDG"] > 0
+
+
+def test_no_tile_is_overwritten_that_a_warp_has_yet_to_read(compiled: dict[str, dict]) -> None:
+    """The compiler puts the barrier there: the kernel does not ask for it."""
+    assert not any(result["unguarded"] for result in compiled.values())
+
+
+def test_a_way_around_a_barrier_is_found() -> None:
+    loop = ["LDSM R0", "@P0 BRA 0x3", "BAR.SYNC 0x0", "UTMALDG [R1]", "@P1 BRA 0x0", "EXIT"]
+    ways = [loop, [text.replace("0x3", "0x2") for text in loop], ["UTMALDG [R1]", "LDSM R0", "BRA 0x0"]]
+    found = [DeviceCode(0, 0, tuple(enumerate(way)), "").reachable("LDSM", "UTMALDG", "BAR.SYNC") for way in ways]
+    assert found == [["UTMALDG [R1]"], [], ["UTMALDG [R1]"]]

@@ -1,0 +1,91 @@
+"""Compile the Gluon mixture of experts for sm_90. As compile_moe.py; arguments are SHAPE/WEIGHTS/TOKENS."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from subten.kernels.moe.gluon_decode import decode_arguments, decode_kernel
+from subten.kernels.moe.gluon_plan import SLICE, plan_gluon_moe
+from subten.kernels.moe.packing import cut_down
+from subten.kernels.moe.plan import MoEShape
+from subten.kernels.moe.triton_decode import MoEScratch
+from support.compile_decode import opcode
+from support.compile_moe import SMS, weights_of
+from support.device_code import compile_kernel
+
+CAPABILITY = 90
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What came of one kernel.
+
+    Attributes:
+        name: as in the argument.
+        columns: tokens of an item.
+        registers: of a thread.
+        allowed: that it may have, for as many programs as shall share a multiprocessor.
+        gate_up: opcodes of the loop over gate and up, and how often they occur.
+        down: likewise, of down.
+        unguarded: copies into the ring that can come behind reads of it without a barrier between.
+    """
+
+    name: str
+    columns: int
+    registers: int
+    allowed: int
+    gate_up: dict[str, int]
+    down: dict[str, int]
+    unguarded: list[str]
+
+
+def compile_one(name: str, folder: Path) -> Compiled:
+    """See above."""
+    shape, kind, tokens = name.split("/")
+    weights, count = cut_down(weights_of(shape, kind.rstrip("+")), SLICE), int(tokens)
+    of_block = MoEShape.of(weights)
+    plan = plan_gluon_moe(of_block, count, SMS, "float" if kind.endswith("+") else "fixed")
+    x = torch.zeros(count, of_block.hidden, dtype=torch.bfloat16)
+    columns = of_block.num_experts + (weights.shared is not None and weights.shared.gate is not None)
+    logits = torch.zeros(count, columns, dtype=torch.bfloat16)
+    scratch = MoEScratch.allocate(plan, of_block.hidden, x.device)
+    arguments = decode_arguments(x, logits, weights, plan, scratch, torch.empty_like(x))
+    tuning = plan.tuning
+    code = compile_kernel(
+        decode_kernel,
+        arguments,
+        tuning.warps,
+        CAPABILITY,
+        folder,
+        fp_fusion=True,
+        max_registers=tuning.registers,
+    )
+    loops = [Counter(map(opcode, lines)) for lines in code.loops()]
+    products = sorted((loop for loop in loops if loop["HMMA"]), key=lambda loop: loop.total())
+    gate_up = next(loop for loop in products if not loop["REDG"])
+    down = next(loop for loop in products if loop["REDG"])
+    return Compiled(
+        name,
+        tuning.columns,
+        code.registers,
+        tuning.registers,
+        dict(gate_up.most_common()),
+        dict(down.most_common()),
+        code.reachable("LDSM", "UTMALDG", "BAR.SYNC"),
+    )
+
+
+def main() -> None:
+    """See above."""
+    folder = Path(sys.argv[1])
+    print(json.dumps([asdict(compile_one(name, folder)) for name in sys.argv[2:]]))
+
+
+if __name__ == "__main__":
+    main()
