@@ -146,6 +146,17 @@ def test_runs_of_several_files_are_one(tmp_path: Path, machine) -> None:
     assert [name for name, _ in steps.runs] == ["latency_a_h200.json", "latency_b_h200.json"]
 
 
+def test_times_are_those_without_the_profiler(tmp_path: Path, machine) -> None:
+    profile = Profile("graph", 64.0, 2000.0, [KernelTime("moe_kernel", 32.0, 1500.0)])
+    plain, profiled = step(1, "kv2", "fused", 2.0), step(1, "kv2", "fused", 9.0, profile=profile)
+    for first, second in ((plain, profiled), (profiled, plain)):
+        (tmp_path / "latency_a_h200.json").write_bytes(latency_json(machine, [first], []))
+        (tmp_path / "latency_b_h200.json").write_bytes(latency_json(machine, [second], []))
+        (row,) = Published.read(tmp_path).steps.rows
+        assert row["p50_ms"] == 2.0
+        assert row["profile"]["us"] == 2000.0
+
+
 # --- files ---------------------------------------------------------------------------------------------------------
 
 

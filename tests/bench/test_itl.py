@@ -45,7 +45,7 @@ def test_a_prompt_that_takes_too_long_is_left(tmp_path: Path, monkeypatch: pytes
     assert main(["itl", "tiny", *SMALL, *arguments]) == 1
     (row,) = json.loads(path.read_text())["itl"]
     assert row["prompt_s"] is None
-    assert "of 511 tokens of the prompt were computed" in row["note"]
+    assert "of 384 tokens of the prompt were computed" in row["note"]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_prompt_that_takes_too_long_is_left(tmp_path: Path, monkeypatch: pytes
     [
         (["--budget", "soon"], "--budget is 'soon'; it takes milliseconds or none"),
         (["--budget", "0"], "--budget is '0'"),
-        (["--prompt", "60"], "--prompt has 60 tokens; it takes 64 or more"),
+        (["--prompt", "60"], "--prompt has 60 tokens; with chunks of 128 it takes 256 or more"),
         (["--kv", "kv3"], "there is no KV format 'kv3'"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from subten.kernels.moe import RouterSpec, route
+from subten.kernels.moe import RouterSpec, moe_reference, route
 from subten.kernels.moe.unfused import moe_unfused
 from support.moe import block, error, expected, logits_of, poisoned, tokens
 
@@ -27,6 +27,17 @@ def test_equals_the_definition(kind, count) -> None:
     weights = in_float32(block(RULE, kind, shared=96))
     x = tokens(count, dtype=torch.float32)
     assert error(moe_unfused(x, weights), expected(x, weights, logits_of(x, weights))) < 1e-5
+
+
+@pytest.mark.parametrize("moe", [moe_unfused, moe_reference])
+@pytest.mark.parametrize("gated", [True, False])
+def test_with_logits_that_are_known_and_onto_a_residual_stream(moe, gated: bool) -> None:
+    weights = in_float32(block(RULE, "channel", shared=96, gated=gated))
+    x, residual = tokens(9, dtype=torch.float32), tokens(9, seed=5, dtype=torch.float32)
+    logits = logits_of(x, weights).roll(1, 0)
+    found = moe(x, weights, logits=logits, residual=residual, factor=0.3)
+    assert error(found, residual.double() + 0.3 * expected(x, weights, logits)) < 1e-5
+    assert error(moe(x, weights, logits=logits, factor=0.3), 0.3 * expected(x, weights, logits)) < 1e-5
 
 
 @pytest.mark.parametrize(

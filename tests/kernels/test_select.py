@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from subten.errors import KernelUnavailableError
 from subten.formats import FORMATS, PageLayout, get_format
 from subten.kernels import OPERATIONS, REGISTRY, Implementation, Use, select, select_attention, select_kernels
 from subten.kernels.attention.paged import TorchPagedAttention
+from subten.kernels.moe import RouterSpec, moe_reference
 from subten.kernels.norm import rms_norm_reference
+from support.moe import block, tokens
 
 CPU = torch.device("cpu")
 
@@ -179,9 +182,9 @@ def test_a_request_is_refused_before_a_model_is_loaded_where_no_format_could_hel
 @pytest.mark.parametrize(
     ("capability", "dtype", "experts", "chosen", "reason"),
     [
-        ((9, 0), torch.bfloat16, ((2048, 768),), "triton", None),
+        ((9, 0), torch.bfloat16, ((2048, 768),), "gluon", None),
         ((8, 0), torch.float16, (), "triton", None),
-        ((9, 0), None, ((2048, 768), (2048, 1408)), "triton", None),
+        ((9, 0), None, ((2048, 768), (2048, 1408)), "gluon", None),
         ((7, 5), torch.float16, ((2048, 768),), "unfused", "it needs compute capability 8.0 or more"),
         ((9, 0), torch.float32, ((2048, 768),), "unfused", "it multiplies in 16 bit, and the model in float32"),
         ((9, 0), torch.bfloat16, ((2048, 768), (2048, 40)), "unfused", "not 2048 and 40"),
@@ -198,6 +201,39 @@ def test_the_experts_of_a_gpu(gpu, caplog, capability, dtype, experts, chosen, r
     if reason is not None:
         with pytest.raises(KernelUnavailableError, match=reason):
             select_kernels(cuda, {"moe": "triton"}, dtype=dtype, experts=experts)
+
+
+@pytest.mark.parametrize(
+    ("capability", "experts", "reason"),
+    [
+        ((8, 9), ((2048, 768),), "it is written for compute capability 9.0"),
+        ((9, 0), ((384, 768),), "not 384 and 768"),
+        ((9, 0), ((2048, 768), (2048, 1440)), "not 2048 and 1440"),
+    ],
+)
+def test_experts_that_gluon_does_not_serve(gpu, caplog, capability, experts, reason):
+    gpu(*capability)
+    with caplog.at_level(logging.INFO, logger="subten.kernels.select"):
+        kernels = select_kernels(torch.device("cuda"), dtype=torch.bfloat16, experts=experts)
+    assert kernels.chosen["moe"] == "triton"
+    (line,) = (line for line in caplog.messages if line.startswith("moe on cuda"))
+    assert reason in line
+    with pytest.raises(KernelUnavailableError, match=reason):
+        select_kernels(torch.device("cuda"), {"moe": "gluon"}, dtype=torch.bfloat16, experts=experts)
+
+
+def test_weights_are_packed_for_the_kernel_that_was_chosen(gpu):
+    gpu(9, 0)
+    kernels = select_kernels(torch.device("cuda"), dtype=torch.bfloat16, experts=((2048, 768),))
+    weights = block(RouterSpec(4, 2, True), "block", hidden=512, intermediate=128, shared=128)
+    x = tokens(3, hidden=512)
+    expected = moe_reference(x, weights)
+    with torch.inference_mode():
+        made = replace(weights, down=weights.down.clone())
+    packed = kernels.pack_experts(made)
+    assert packed.down.shape == (4, 2, 512, 64)
+    assert torch.equal(moe_reference(x, packed), expected)
+    assert select_kernels(CPU).pack_experts(weights) is weights
 
 
 def test_fused_or_not_is_one_name():

@@ -6,12 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.models.test_fp8_weights import checkpoint_of
+from tests.models.tiny_models import CPU, ragged_inputs, random_tokens
 
+from subten.kernels import select_kernels
 from subten.kernels.linear.inputs import LinearWeights
 from subten.kernels.linear.plan import LinearShape, tune_linear
 from subten.kernels.linear.reference import linear_reference
 from subten.kernels.linear.triton_decode import linear_decode
 from subten.kernels.linear.triton_linear import TritonLinear, linear_many
+from subten.models import Decoder, load_weights, spec_from_config
+from subten.models.weights import KeptWeights
 from support.device_code import quicken_interpreter
 from support.interpreter import correct_numbers
 from support.linear import error, exactly, layer, norm_of, normed_exactly, rows
@@ -157,3 +162,33 @@ def test_weights_that_are_zero_in_a_channel() -> None:
     weights.weight[7] = 0
     assert torch.equal(run(rows(2, 64), weights)[:, 7], torch.zeros(2))
     assert isinstance(weights, LinearWeights)
+
+
+@pytest.mark.parametrize("case", ["qwen2_moe", "granitemoe-biases", "olmoe-clip", "qwen3"])
+def test_a_decoder_of_such_layers(case: str) -> None:
+    """Norms, biases, multipliers, gates of shared experts and weights in FP8, each where a family has it. As good as
+    the references in bf16, by what float32 makes of the same weights."""
+    checkpoint = checkpoint_of(case, stored=("nothing",))
+    checkpoint.tensors.update({name: tensor.bfloat16().float() for name, tensor in checkpoint.tensors.items()})
+    spec, kernels = spec_from_config(checkpoint.config), select_kernels(CPU)
+    inputs = ragged_inputs([random_tokens(7, seed=1), random_tokens(2, seed=1)])
+
+    def errors(kept: KeptWeights) -> list[float]:
+        exact, expected, found = (
+            decoder.logits(decoder.forward(inputs, None))
+            for decoder in (
+                Decoder(spec, load_weights(checkpoint, spec, dtype=dtype, device=CPU, kept=kept), chosen)
+                for dtype, chosen in (
+                    (torch.float32, kernels),
+                    (torch.bfloat16, kernels),
+                    (torch.bfloat16, replace(kernels, linear=TritonLinear())),
+                )
+            )
+        )
+        assert found.dtype == torch.float32
+        # A near tie of experts may be decided in another way: most tokens count.
+        return [float(((x - exact).norm(dim=1) / exact.norm(dim=1)).median()) for x in (expected, found)]
+
+    for kept in ("16bit", "fp8"):
+        reference, ours = errors(kept)
+        assert ours <= 1.5 * reference

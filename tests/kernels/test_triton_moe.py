@@ -198,12 +198,24 @@ def test_one_plan_for_the_bits_at_all_numbers_of_tokens() -> None:
 def test_in_the_dtype_of_the_tokens_through_the_operation() -> None:
     moe = TritonMoE()
     weights, x = block(RENORMALISED, shared=32), tokens(5)
-    moe._plans[MoEShape.of(weights), 5, x.device] = replace(plan_moe(MoEShape.of(weights), 5, SMS), finishers=1)
+    moe._plans[MoEShape.of(weights), 8, x.device] = replace(plan_moe(MoEShape.of(weights), 8, SMS), finishers=1)
     result = moe(x, weights)
     assert result.dtype == torch.bfloat16
     assert error(result, moe_reference(x.float(), _in_float32(weights)).double()) < 1e-2
     assert torch.equal(moe(x, weights), result)
     assert moe(x[:0], weights).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "block"])
+@pytest.mark.parametrize("sums", ["fixed", "float"])
+def test_onto_a_residual_stream(kind: str, sums: str) -> None:
+    weights, x, residual = block(RENORMALISED, kind, shared=32), tokens(5), tokens(5, seed=3) * 30
+    logits = logits_of(x, weights)
+    plan = replace(plan_moe(MoEShape.of(weights), 5, SMS, sums=sums), finishers=1)
+    out = torch.full((5, HIDDEN), torch.nan)
+    moe_decode(x, weights, plan, logits=logits, residual=residual, factor=0.25, out=out)
+    exact = residual.double() + 0.25 * expected(x, weights, logits)
+    assert error(out - residual.float(), exact - residual.double()) <= EXACT
 
 
 def test_prompts_go_another_way() -> None:

@@ -66,7 +66,7 @@ class ItlRow:
     Attributes:
         shape: name of the model.
         kv: format of the cache.
-        prompt: tokens of the long prompt.
+        prompt: tokens of the long prompt, its last chunk left out.
         chunk_size: of its steps.
         streams: that run beside it.
         budget_ms: from one token of a stream to the next; None is a whole chunk after each token.
@@ -171,7 +171,8 @@ def measure_itl(model: BenchModel, shape: str, fmt: KVFormat, wishes: ItlWishes,
         enough = streams.tokens() + _ALONE
         alone = streams.gaps(lambda: streams.tokens() >= enough or monotonic() > deadline)
         start = perf_counter()
-        prompt = streams.begin(wishes.prompt - 1, 1)
+        # Whole chunks, as those that nothing has to be compiled for.
+        prompt = streams.begin(wishes.prompt - wishes.chunk_size, 1)
         beside = streams.gaps(lambda: prompt.finish_reason is not None or monotonic() > deadline)
         seconds = perf_counter() - start
     done = prompt.finish_reason is not None
@@ -258,11 +259,11 @@ def parse_wishes(prompt: str, chunk_size: int, streams: int, seconds: float) -> 
     """From the command line.
 
     Raises:
-        ParameterError: the prompt is no longer than that of a stream.
+        ParameterError: the prompt is not longer than that of a stream, or than a chunk.
     """
-    tokens = parse_context(prompt)
-    if tokens < 2 * _STREAM_PROMPT:
-        raise ParameterError(f"--prompt has {tokens} tokens; it takes {2 * _STREAM_PROMPT} or more")
+    tokens, least = parse_context(prompt), 2 * max(_STREAM_PROMPT, chunk_size)
+    if tokens < least:
+        raise ParameterError(f"--prompt has {tokens} tokens; with chunks of {chunk_size} it takes {least} or more")
     return ItlWishes(tokens, chunk_size, streams, seconds)
 
 

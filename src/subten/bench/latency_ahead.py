@@ -86,7 +86,7 @@ def _take_step(task: AheadTask, device: torch.device) -> None:
     )
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
 def _model(shape: str, scales: ExpertScales, moe: MoE, device: torch.device) -> LoadedModel:
     spec = model_shapes.SHAPES[shape]
     few = replace(spec, feed_forwards=spec.feed_forwards[:_LAYERS])

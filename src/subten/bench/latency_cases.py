@@ -15,10 +15,9 @@ from subten.engine.loading import LoadedModel
 from subten.errors import KernelUnavailableError
 from subten.formats import KVFormat, PageLayout
 from subten.kernels.attention.cost import attention_bytes
-from subten.kernels.launches import sizes
+from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH, sizes
 from subten.kernels.moe import MoEWeights, route
 from subten.kernels.moe.packing import E4M3
-from subten.kernels.moe.plan import MAX_TOKENS
 from subten.kernels.moe.reference import router_logits
 from subten.kernels.moe.unfused import moe_unfused
 from subten.models.decoder import Decoder
@@ -27,7 +26,7 @@ from subten.models.weights import pack_experts
 MoE = Literal["fused", "unfused"]
 """The kernel that the engine chooses, or the pipeline of several launches."""
 
-BATCHES_TRIED = tuple(sizes(MAX_TOKENS))
+BATCHES_TRIED = tuple(sizes(MOST_TOKENS_OF_A_LAUNCH))
 """Where the largest batch is looked for: the numbers of rows that graphs are made for."""
 SHORTEST_CONTEXT = 256
 

@@ -33,7 +33,7 @@ from subten.checkpoints import resolve_model
 from subten.engine.loading import choose_device, choose_dtype, load_model
 from subten.engine.sampling import SamplingParams
 from subten.errors import KernelUnavailableError, ParameterError, SubtenError
-from subten.formats import get_format
+from subten.formats import KVFormat, get_format
 
 _AHEAD_SHARE = 0.4
 """Of the time that there is, at most, for compiling ahead."""
@@ -178,15 +178,20 @@ def run_latency(options: LatencyOptions, json: Path | None, commit: str | None) 
 
 
 def ahead_tasks(options: LatencyOptions) -> list[AheadTask]:
-    """Of every case of a shape, and of the batches among which the largest is looked for; those that most depends on
-    come first. Each is a step of its own."""
-    wishes, cases = options.wishes, list(options.cases)
-    if wishes.largest_ms is not None:
-        more = {(c.shape, c.moe, c.kv, c.context): None for c in cases}
-        cases += [LatencyCase(*key, batch=size) for key in more for size in BATCHES_TRIED]
-    # An unfused pipeline has few kernels of its own.
-    wanted = [c for c in dict.fromkeys(cases) if c.shape in model_shapes.SHAPES and c.moe == "fused"]
-    return [AheadTask(case, options.scales, wishes.params, wishes.mean_key) for case in wanted]
+    """Of every cache of a shape, and of all numbers of rows that it has graphs for: up to its largest batch, or up to
+    the largest that is tried. An unfused pipeline has few kernels of its own."""
+    wishes, largest = options.wishes, dict[tuple[str, MoE, KVFormat, int], int]()
+    for case in options.cases:
+        if case.moe == "fused" and case.shape in model_shapes.SHAPES:
+            key = case.shape, case.moe, case.kv, case.context
+            most = case.batch if wishes.largest_ms is None else BATCHES_TRIED[-1]
+            largest[key] = max(most, largest.get(key, 0))
+    return [
+        AheadTask(LatencyCase(*key, batch), options.scales, wishes.params, wishes.mean_key)
+        for key, most in largest.items()
+        for batch in BATCHES_TRIED
+        if batch <= most
+    ]
 
 
 def _measure_shape(

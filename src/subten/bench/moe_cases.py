@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subten.bench.model_shapes import SHAPES
 from subten.bench.timing import copies_past
 from subten.errors import ParameterError
 from subten.kernels.moe import MoEWeights, RouterSpec, SharedExpertWeights
 from subten.kernels.moe.packing import E4M3
 from subten.kernels.moe.plan import MAX_TOKENS
 from subten.kernels.moe.router import route
+from subten.models.spec import MoESpec
 
 WEIGHTS = ("bf16", "channel", "block")
 """16 bit, or FP8 with scales by output channel or by blocks of 128 x 128."""
@@ -34,13 +36,12 @@ class MoEModel:
 
 
 MODELS = {
-    "mix-32b-a9b": MoEModel(RouterSpec(8, 2, True), 4096, 9728),
-    "mixtral-8x7b": MoEModel(RouterSpec(8, 2, True), 4096, 14336),
-    "qwen3-30b-a3b": MoEModel(RouterSpec(128, 8, True), 2048, 768),
-    "olmoe-1b-7b": MoEModel(RouterSpec(64, 8, False), 2048, 1024),
-    # One expert of 3.6 billion parameters and a shared one, over 32 layers: 32 billion in all, 7 of them active.
-    "seed-32b-a7b": MoEModel(RouterSpec(8, 1, False), 4096, 9088, 4608),
+    name: MoEModel(block.router, spec.hidden_size, block.intermediate_size, block.shared_intermediate_size or 0)
+    for name, spec in SHAPES.items()
+    for block in spec.feed_forwards[:1]
+    if isinstance(block, MoESpec)
 }
+"""The first block of each shape."""
 NAMES = (*MODELS, DEMO)
 
 

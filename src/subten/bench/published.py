@@ -62,7 +62,11 @@ class Published:
         attention = [_content(path) for path in sorted(folder.glob(_ATTENTION))]
         return cls(
             _merged(
-                latency, "latency", ("shape", "context", "batch", "kv", "moe"), lambda r: r["p50_ms"] is not None
+                latency,
+                "latency",
+                ("shape", "context", "batch", "kv", "moe"),
+                lambda row: row["p50_ms"] is not None,
+                _with_profile,
             ),
             _merged(latency, "largest", ("shape", "context", "kv", "moe", "limit_ms"), lambda r: r["note"] is None),
             _merged(
@@ -90,16 +94,28 @@ def _content(path: Path) -> tuple[str, Mapping[str, Any]]:
     return path.name, content
 
 
+def _with_profile(before: Row, row: Row) -> Row:
+    """The newer row, but times that were taken without the profiler; and a profile, if either has one."""
+    newest = before if row["profile"] and not before["profile"] else row
+    return {**newest, "profile": row["profile"] or before["profile"]}
+
+
 def _merged(
-    files: Sequence[tuple[str, Mapping[str, Any]]], kind: str, key: Sequence[str], complete: Callable[[Row], bool]
+    files: Sequence[tuple[str, Mapping[str, Any]]],
+    kind: str,
+    key: Sequence[str],
+    complete: Callable[[Row], bool],
+    join: Callable[[Row, Row], Row] = lambda _before, row: row,
 ) -> Measured:
     rows: dict[tuple[Any, ...], Row] = {}
     runs = []
     for name, content in files:
         for row in content.get(kind, ()):
             case = tuple(row[part] for part in key)
-            if complete(row) or case not in rows:
+            if case not in rows or not complete(rows[case]):
                 rows[case] = row
+            elif complete(row):
+                rows[case] = join(rows[case], row)
         if content.get(kind):
             runs.append((name, content["machine"]))
     return Measured(list(rows.values()), runs)

@@ -522,8 +522,8 @@ def decode_kernel(
             if FINISHERS > 1:
                 while tl.atomic_add(counters, 0, sem="acquire") < arriving:
                     pass
-            place = ticket - (arriving - finishers)
-            _finish(sums, broken, residual, out, tokens, factor, place, finishers, SHAPE, FIXED)
+            finisher = ticket - (arriving - finishers)
+            _finish(sums, broken, residual, out, tokens, factor, finisher, finishers, SHAPE, FIXED)
             tl.debug_barrier()
             if tl.atomic_add(counters + 1, 1, sem="acq_rel") == finishers - 1:
                 tl.store(broken + token, tl.zeros([TOKENS], tl.int32))
