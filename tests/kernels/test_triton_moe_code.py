@@ -13,7 +13,6 @@ import pytest
 FINE, COARSE, *OTHERS = (
     "fine/channel/16bit/1/90",
     "coarse/block/fp8x2/8/90",
-    "coarse/bf16/16bit/8/90",
     "sigmoid/bf16/16bit/8/80",
     "shared/bf16+/16bit/64/80",
     "fine/channel/16bit/8/100",
