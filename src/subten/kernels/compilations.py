@@ -1,4 +1,5 @@
-"""How many kernels Triton has compiled and how often memory was asked for: never, once an engine is warm."""
+"""How many kernels Triton has compiled (or read from its files) and how often memory was asked for: never, once an
+engine is warm."""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ class _Compilations:
         from triton import knobs
 
         self.count = 0
-        before = knobs.runtime.jit_post_compile_hook
+        before = knobs.compilation.listener
 
-        def hook(*args: Any, **kwargs: Any) -> bool | None:
+        def listener(**compiled: Any) -> None:
             self.count += 1
-            return None if before is None else before(*args, **kwargs)
+            if before is not None:
+                before(**compiled)
 
-        knobs.runtime.jit_post_compile_hook = hook
+        # Not a hook of the runtime: Triton writes constants down as JSON for these, and ours are dataclasses.
+        knobs.compilation.listener = listener
 
 
 _compilations = cache(_Compilations)
