@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from subten.kernels.moe.gluon_decode import decode_arguments, decode_kernel
+from subten.kernels.moe.gluon_decode import decode_arguments, moe_kernel
 from subten.kernels.moe.gluon_plan import SLICE, plan_gluon_moe
 from subten.kernels.moe.packing import cut_down
 from subten.kernels.moe.plan import MoEShape
@@ -58,7 +58,7 @@ def compile_one(name: str, folder: Path) -> Compiled:
     arguments = decode_arguments(x, logits, weights, plan, scratch, torch.empty_like(x))
     tuning = plan.tuning
     code = compile_kernel(
-        decode_kernel,
+        moe_kernel,
         arguments,
         tuning.warps,
         CAPABILITY,

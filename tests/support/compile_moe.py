@@ -19,7 +19,7 @@ from torch import Tensor
 
 from subten.kernels.moe import MoEWeights, RouterSpec, SharedExpertWeights
 from subten.kernels.moe.plan import MoEShape, plan_moe
-from subten.kernels.moe.triton_decode import MoEScratch, decode_arguments, decode_kernel
+from subten.kernels.moe.triton_decode import MoEScratch, decode_arguments, moe_kernel
 from support.compile_decode import opcode
 from support.device_code import compile_kernel
 
@@ -124,7 +124,7 @@ def compile_one(name: str, folder: Path) -> Compiled:
     arguments = decode_arguments(x, logits, weights, plan, scratch, torch.empty_like(x))
     tuning = plan.tuning
     code = compile_kernel(
-        decode_kernel,
+        moe_kernel,
         arguments,
         tuning.warps,
         int(capability),

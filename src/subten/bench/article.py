@@ -227,6 +227,7 @@ def _moe(measured: Measured) -> str:
         [
             row["shape"],
             row["weights"],
+            row["kernel"],
             row["activations"],
             str(row["tokens"]),
             f"{row['us']:.1f}",
@@ -241,6 +242,7 @@ def _moe(measured: Measured) -> str:
     head = [
         "shape",
         "weights",
+        "kernel",
         "activations",
         "tokens",
         "us",
@@ -254,7 +256,7 @@ def _moe(measured: Measured) -> str:
         [
             "### Mixtures of experts",
             "One block in one launch, from the router's logits to the output. The floor is reading the experts.",
-            _table(head, lines, names=3),
+            _table(head, lines, names=4),
             "![One block: ours, floor and peers](moe.png)",
             _provenance(measured),
         ]

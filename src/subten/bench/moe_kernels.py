@@ -51,7 +51,7 @@ def _gluon_serves(shape: str) -> bool:
 
 
 def module_of(kernel: Kernel) -> ModuleType:
-    """With `moe_decode`, `decode_arguments` and `decode_kernel`."""
+    """With `moe_decode`, `decode_arguments` and `moe_kernel`."""
     return import_module(f"subten.kernels.moe.{kernel}_decode")
 
 
@@ -104,4 +104,4 @@ def compile_launch(weights: MoEWeights, tokens: int, plan: Plan, outputs: Sequen
     scratch = MoEScratch.allocate(plan, shape.hidden, device)
     for out in (torch.empty_like(x, dtype=dtype) for dtype in outputs):
         arguments = module.decode_arguments(x, logits, weights, plan, scratch, out)
-        module.decode_kernel.warmup(**arguments, **options, grid=(1,))
+        module.moe_kernel.warmup(**arguments, **options, grid=(1,))

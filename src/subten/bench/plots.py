@@ -133,7 +133,7 @@ def _moe(rows: Sequence[Row], measured: Measured) -> bytes:
 
 
 def _variant(row: Row) -> str:
-    return f"subten, {row['weights']} {row['activations']}"
+    return f"subten {row['kernel']}, {row['weights']} {row['activations']}"
 
 
 def _attention(rows: Sequence[Row], measured: Measured) -> bytes:

@@ -75,7 +75,12 @@ class Published:
                 ("shape", "kv", "prompt", "chunk_size", "streams", "budget_ms"),
                 lambda r: r["note"] is None,
             ),
-            _merged(moe, "moe", ("shape", "tokens", "weights", "activations", "sums"), lambda r: r["us"] is not None),
+            _merged(
+                moe,
+                "moe",
+                ("shape", "tokens", "weights", "kernel", "activations", "sums"),
+                lambda r: r["us"] is not None,
+            ),
             _merged(
                 attention,
                 "attention",

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from subten.kernels.attention.gluon_ptx import let_next_kernel_start, wait_for_previous_kernel
+from subten.kernels.moe import triton_decode
 from subten.kernels.moe.gluon_plan import LINE, GluonMoEPlan, plan_gluon_moe
 from subten.kernels.moe.gluon_routing import columns_of, locate, route, shares_of, tiles_of_experts
 from subten.kernels.moe.inputs import SCALE_BLOCK, MoEWeights
@@ -82,7 +83,7 @@ def moe_decode(
     scratch = scratch or MoEScratch.allocate(plan, shape.hidden, x.device)
     out = torch.empty(len(x), shape.hidden, dtype=x.dtype, device=x.device) if out is None else out
     logits = router_logits(x, weights) if logits is None else logits
-    decode_kernel[(plan.programs,)](
+    moe_kernel[(plan.programs,)](
         **decode_arguments(x, logits, weights, plan, scratch, out, activation, residual, factor),
         num_warps=plan.tuning.warps,
         maxnreg=plan.tuning.registers,
@@ -102,36 +103,15 @@ def decode_arguments(
     residual: Tensor | None = None,
     factor: float = 1.0,
 ) -> dict[str, Any]:
-    """All arguments of `decode_kernel`, see `moe_decode`."""
-    shared, shape = weights.shared, MoEShape.of(weights)
+    """All arguments of `moe_kernel`, see `moe_decode`: the Triton kernel's, with weights as tiles to be copied."""
+    arguments = triton_decode.decode_arguments(x, logits, weights, plan, scratch, out, activation, residual, factor)
+    shared, width = weights.shared, plan.tuning.slice
     return {
-        "x": x,
-        "logits": logits,
-        "correction": weights.correction,
-        "gate_up": _pairs(weights.gate_up, plan.tuning.slice),
-        "gate_up_scale": weights.gate_up_scale,
-        "down": _slices(weights.down, plan.tuning.slice),
-        "down_scale": weights.down_scale,
-        "shared_gate_up": shared and _pairs(shared.gate_up, plan.tuning.slice),
-        "shared_gate_up_scale": shared and shared.gate_up_scale,
-        "shared_down": shared and _slices(shared.down, plan.tuning.slice),
-        "shared_down_scale": shared and shared.down_scale,
-        "sums": scratch.sums,
-        "broken": scratch.broken,
-        "counters": scratch.counters,
-        "residual": residual,
-        "out": out,
-        "tokens": len(x),
-        "x_stride": x.stride(0),
-        "logits_stride": logits.stride(0),
-        "factor": float(factor),
-        "SHAPE": shape,
-        "TUNING": plan.tuning,
-        "TOKENS": plan.tokens,
-        "FINISHERS": plan.finishers,
-        "FIXED": plan.sums == "fixed",
-        "GATED": shared is not None and shared.gate is not None,
-        "ACTIVATION": activation,
+        **arguments,
+        "gate_up": _pairs(weights.gate_up, width),
+        "down": _slices(weights.down, width),
+        "shared_gate_up": shared and _pairs(shared.gate_up, width),
+        "shared_down": shared and _slices(shared.down, width),
     }
 
 
@@ -362,7 +342,7 @@ def _finish(
 
 
 @gluon.jit(do_not_specialize=["tokens"])
-def decode_kernel(
+def moe_kernel(
     x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up, shared_gate_up_scale,
     shared_down, shared_down_scale, sums, broken, counters, residual, out, tokens, x_stride, logits_stride, factor,
     SHAPE: gl.constexpr, TUNING: gl.constexpr, TOKENS: gl.constexpr, FINISHERS: gl.constexpr, FIXED: gl.constexpr,
@@ -408,9 +388,7 @@ def decode_kernel(
     programs = gl.num_programs(0)
     first = gl.program_id(0)
     if first < items:
-        here, mask, part = _item(
-            first, tokens, masks, tiles, first_tile, shared_items, SHAPE, TUNING
-        )
+        here, mask, part = _item(first, tokens, masks, tiles, first_tile, shared_items, SHAPE, TUNING)
         for i in gl.static_range(STAGES - 1):
             _request(2 * i, i, here, here, False, weights, ring, bars, SHAPE, TUNING)
         turn = 0

@@ -118,7 +118,7 @@ def moe_decode(
     out = torch.empty(len(x), shape.hidden, dtype=x.dtype, device=x.device) if out is None else out
     logits = router_logits(x, weights) if logits is None else logits
     tuning = plan.tuning
-    decode_kernel[(plan.programs,)](
+    moe_kernel[(plan.programs,)](
         **decode_arguments(x, logits, weights, plan, scratch, out, activation, residual, factor),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
@@ -136,14 +136,14 @@ def decode_arguments(
     x: Tensor,
     logits: Tensor,
     weights: MoEWeights,
-    plan: MoEPlan,
+    plan: MoEPlan | GluonMoEPlan,
     scratch: MoEScratch,
     out: Tensor,
     activation: Any = swiglu,
     residual: Tensor | None = None,
     factor: float = 1.0,
 ) -> dict[str, Any]:
-    """All arguments of `decode_kernel`, see `moe_decode`."""
+    """All arguments of `moe_kernel`, see `moe_decode`."""
     shared, shape = weights.shared, MoEShape.of(weights)
     return {
         "x": x,
@@ -453,7 +453,7 @@ def _finish(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def decode_kernel(
+def moe_kernel(
     x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up, shared_gate_up_scale,
     shared_down, shared_down_scale, sums, broken, counters, residual, out, tokens, x_stride, logits_stride, factor,
     SHAPE: tl.constexpr, TUNING: tl.constexpr, TOKENS: tl.constexpr, FINISHERS: tl.constexpr, FIXED: tl.constexpr,
