@@ -101,7 +101,7 @@ def test_the_table(results: Path) -> None:
 
 def test_the_claims_beside_what_was_measured(results: Path) -> None:
     text = render(Published.read(results))
-    assert "`kv2` takes 2.34 to 2.34 bits per element at 32k, windows and all: 85% less than 16 bit" in text
+    assert "`kv2` takes 2.34 bits per element at 32k, windows and all: 85% less than 16 bit" in text
     assert "take 256 GiB in 16 bit" in text
     assert "7B active: kv2, fused | p50 2.12 ms, p99 2.17 ms at batch 1 |" in text
     assert "| up to batch 56, p99 9.50 ms |" in text

@@ -90,7 +90,7 @@ def _claims(found: Published) -> str:
         lines.append(
             [
                 "the KV cache shrinks by 75%",
-                f"`{_OURS}` takes {min(bits):.2f} to {max(bits):.2f} bits per element at "
+                f"`{_OURS}` takes {_span(bits, '.2f')} bits per element at "
                 f"{context_name(MAIN_CONTEXT)}, windows and all: {1 - max(bits) / 16:.0%} less than 16 bit",
             ]
         )
@@ -125,7 +125,7 @@ def _claims(found: Published) -> str:
         lines.append(
             [
                 "latency is deterministic",
-                f"p99/p50 of fused steps over `{_OURS}` lies between {min(ratios):.3f} and {max(ratios):.3f}",
+                f"p99/p50 of fused steps over `{_OURS}` is {_span(ratios, '.3f')}",
             ]
         )
     if not lines:
@@ -318,6 +318,12 @@ def drawn_moe(measured: Measured) -> list[Row]:
 def drawn_attention(measured: Measured) -> list[Row]:
     """Attention without the term of a mean key, where there is one in 16 bit to compare it with."""
     return [row for row in measured.rows if row["ratio"] is not None and not row["mean_key"]]
+
+
+def _span(figures: Sequence[float], spec: str) -> str:
+    """Least and largest of them; one, where they are printed alike."""
+    least, largest = format(min(figures), spec), format(max(figures), spec)
+    return least if least == largest else f"{least} to {largest}"
 
 
 # --- Markdown --------------------------------------------------------------------------------------------------
