@@ -87,12 +87,12 @@ def test_prompts_layer_by_layer_beside_a_stream_that_is_saved_and_put_back(model
     answers = []
     for attention in ("torch", "triton"):
         llm = engine(model, "kv4", attention, itl_budget_ms=0.001)
-        (stream,) = llm.intake.requests(text(30), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+        (stream,) = llm.intake.requests(text(30), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
         llm.loop.add(stream)
         while not stream.output:
             llm.loop.step()
         (prompt,) = llm.intake.requests(
-            text(70, seed=1), SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+            text(70, seed=1), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         )
         llm.loop.add(prompt)
         llm.loop.step()
