@@ -98,7 +98,7 @@ def triton_candidates(shape: MoEShape, tokens: int, variant: Variant, num_sms: i
                 plan = plan_moe(shape, tokens, num_sms, variant.activations, variant.sums, tried)
                 yield plan
                 if (warps, registers) == kinds[0] and stages == 3:
-                    items = most_items(shape, tokens, tried)
+                    items = most_items(shape, tokens, tried.columns, tried.slice)
                     others = {items, 2 * num_sms, num_sms} - {plan.programs}
                     yield from (replace(plan, programs=count) for count in sorted(others) if count <= items)
 

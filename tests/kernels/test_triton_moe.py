@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from subten.errors import KernelUnavailableError
+from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH
 from subten.kernels.moe import RouterSpec, moe_reference, route
 from subten.kernels.moe.packing import cut_down, wide_down
-from subten.kernels.moe.plan import MAX_TOKENS, MoEShape, most_items, plan_moe, tune_moe
+from subten.kernels.moe.plan import MoEShape, most_items, plan_moe, tune_moe
 from subten.kernels.moe.triton_decode import MoEScratch, moe_decode
 from subten.kernels.moe.triton_moe import TritonMoE
 from support.device_code import quicken_interpreter
@@ -180,7 +181,7 @@ def test_more_tokens_to_an_expert_than_columns() -> None:
 def test_no_routing_has_more_items_than_are_planned_for(count, columns) -> None:
     shape = MoEShape.of(block(RENORMALISED, shared=32))
     tuning = replace(tune_moe(shape, SMS), columns=columns)
-    planned, seen = most_items(shape, count, tuning), 0
+    planned, seen = most_items(shape, count, tuning.columns, tuning.slice), 0
     for spread in (0.0, 0.5, 2.0, 8.0):
         logits = tokens(count, 8).float() + spread * torch.arange(8)
         visits = route(logits, RENORMALISED)[0].flatten().bincount(minlength=8)
@@ -219,7 +220,7 @@ def test_onto_a_residual_stream(kind: str, sums: str) -> None:
 
 
 def test_prompts_go_another_way() -> None:
-    weights, x = block(RENORMALISED, shared=32), tokens(MAX_TOKENS + 1)
+    weights, x = block(RENORMALISED, shared=32), tokens(MOST_TOKENS_OF_A_LAUNCH + 1)
     result = TritonMoE()(x, weights)
     assert error(result, moe_reference(x.float(), _in_float32(weights)).double()) < 2e-2
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from subten.bench.model_shapes import SHAPES
 from subten.bench.timing import copies_past
 from subten.errors import ParameterError
+from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH
 from subten.kernels.moe import MoEWeights, RouterSpec, SharedExpertWeights
 from subten.kernels.moe.packing import E4M3
-from subten.kernels.moe.plan import MAX_TOKENS
 from subten.kernels.moe.router import route
 from subten.models.spec import MoESpec
 
@@ -98,9 +98,15 @@ def choose_cases(shapes: Sequence[str], tokens: Sequence[str], weights: Sequence
         unknown = [name for name in given if name not in known]
         if unknown:
             raise ParameterError(f"{option} has '{unknown[0]}'; it takes {', '.join(known)}, separated by commas")
-    bad = [text for text in tokens if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_TOKENS]
+    bad = [
+        text
+        for text in tokens
+        if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MOST_TOKENS_OF_A_LAUNCH
+    ]
     if bad:
-        raise ParameterError(f"--tokens has '{bad[0]}'; it takes numbers from 1 to {MAX_TOKENS}, separated by commas")
+        raise ParameterError(
+            f"--tokens has '{bad[0]}'; it takes numbers from 1 to {MOST_TOKENS_OF_A_LAUNCH}, separated by commas"
+        )
     counts = [int(text) for text in tokens] or TOKENS
     cases = product(shapes or NAMES, weights or ["block"], counts)
     # The demo model is measured as it is served.

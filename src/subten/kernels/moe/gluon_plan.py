@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from subten.kernels.moe.plan import MoEShape, Sums, power_of_two
+from subten.kernels.moe.plan import LaunchPlan, MoEShape, Sums, choose_finishers, most_items, power_of_two
 
 SLICE = 64
 """Neurons that go through the kernel together: four warps with 16 rows of gate and of up each."""
@@ -41,6 +41,11 @@ class GluonMoETuning:
     per_sm: int
 
     @property
+    def width(self) -> int:
+        """Neurons of an item."""
+        return self.slice * self.group
+
+    @property
     def warps(self) -> int:
         """Of a program."""
         return self.slice // 16
@@ -56,23 +61,7 @@ class GluonMoETuning:
         return min(255, 65536 // (32 * self.warps * self.per_sm) // 8 * 8)
 
 
-@dataclass(frozen=True)
-class GluonMoEPlan:
-    """How a launch is split.
-
-    Attributes:
-        tuning: of a program.
-        tokens: that a launch has room for, a power of two.
-        programs: that share the items; each takes every `programs`-th.
-        finishers: programs that turn sums into output: the last to arrive, which wait for each other.
-        sums: see `Sums`.
-    """
-
-    tuning: GluonMoETuning
-    tokens: int
-    programs: int
-    finishers: int
-    sums: Sums
+GluonMoEPlan = LaunchPlan[GluonMoETuning]
 
 
 def shape_refusal(hidden: int, intermediate: int, shared: int = 0) -> str | None:
@@ -116,19 +105,9 @@ def plan_gluon_moe(
 ) -> GluonMoEPlan:
     """The plan for up to `tokens` tokens on a GPU of `num_sms` multiprocessors."""
     tuning = tuning or tune_gluon_moe(shape, tokens, num_sms)
-    sum_bytes = tokens * shape.hidden * (8 if sums == "fixed" else 4)
-    finishers = max(1, min(-(-sum_bytes // _FINISH_BYTES), num_sms // 2))
-    programs = min(most_items(shape, tokens, tuning), tuning.per_sm * num_sms)
+    finishers = choose_finishers(shape, tokens, num_sms, sums, _FINISH_BYTES)
+    programs = min(most_items(shape, tokens, tuning.columns, tuning.width), tuning.per_sm * num_sms)
     return GluonMoEPlan(tuning, padded_tokens(tokens), programs, finishers, sums)
-
-
-def most_items(shape: MoEShape, tokens: int, tuning: GluonMoETuning) -> int:
-    """That there can be, whatever the routing."""
-    visits = tokens * shape.top_k
-    visited = min(shape.num_experts, visits)
-    tiles = visited + (visits - visited) // tuning.columns
-    shared = -(-tokens // tuning.columns) * shape.shared
-    return (tiles * shape.intermediate + shared) // (tuning.slice * tuning.group)
 
 
 def padded_tokens(tokens: int) -> int:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from subten.errors import KernelUnavailableError
-from subten.kernels.launches import padded
+from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH, padded
 from subten.kernels.moe.gluon_plan import GluonMoEPlan
 from subten.kernels.moe.inputs import MoEWeights
 from subten.kernels.moe.packing import E4M3
-from subten.kernels.moe.plan import MAX_TOKENS, MoEPlan, MoEShape
+from subten.kernels.moe.plan import MoEPlan, MoEShape
 from subten.kernels.moe.triton_decode import MoEScratch
 from subten.kernels.moe.unfused import moe_unfused
 
@@ -39,12 +39,12 @@ class OneLaunchMoE(ABC, Generic[Plan]):
         residual: Tensor | None = None,
         factor: float = 1.0,
     ) -> Tensor:
-        """Up to `MAX_TOKENS` tokens in one launch behind the router's product, more through grouped GEMMs.
+        """Up to `MOST_TOKENS_OF_A_LAUNCH` tokens in one launch behind the router's product, more by grouped GEMMs.
 
         Raises:
             KernelUnavailableError: the experts are of a kind that the kernel does not serve.
         """
-        if len(x) > MAX_TOKENS:
+        if len(x) > MOST_TOKENS_OF_A_LAUNCH:
             return moe_unfused(x, weights, logits=logits, residual=residual, factor=factor)
         reason = self.refuse(weights) or _no_fp8(weights)
         if reason is not None:
@@ -88,7 +88,7 @@ class OneLaunchMoE(ABC, Generic[Plan]):
         key = device, shape.hidden
         if key in self._scratch:
             return self._scratch[key]
-        scratch = MoEScratch.allocate(self.plan(shape, MAX_TOKENS, device), shape.hidden, device)
+        scratch = MoEScratch.allocate(self.plan(shape, MOST_TOKENS_OF_A_LAUNCH, device), shape.hidden, device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return scratch  # It lies in the graph's own memory, and is cleared by every replay.
         self._scratch[key] = scratch

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import torch
 
 from subten.kernels.moe.inputs import SCALE_BLOCK, Experts, MoEWeights, Scoring
-
-MAX_TOKENS = 64
-"""Of one launch. Beyond, tokens are many enough to fill tiles of their own (`unfused`)."""
 
 Scales = Literal["none", "channel", "block"]
 Activations = Literal["16bit", "fp8x2", "fp8"]
@@ -133,8 +130,11 @@ class MoETuning:
     registers: int
 
 
+Tuning = TypeVar("Tuning")
+
+
 @dataclass(frozen=True)
-class MoEPlan:
+class LaunchPlan(Generic[Tuning]):
     """How a launch is split.
 
     Attributes:
@@ -145,11 +145,14 @@ class MoEPlan:
         sums: see `Sums`.
     """
 
-    tuning: MoETuning
+    tuning: Tuning
     tokens: int
     programs: int
     finishers: int
     sums: Sums
+
+
+MoEPlan = LaunchPlan[MoETuning]
 
 
 def refusal(experts: Experts) -> str | None:
@@ -244,19 +247,24 @@ def plan_moe(
         1,
         min(_SHARED_MEMORY // (step * tuning.stages), _REGISTERS // (32 * tuning.warps * tuning.registers)),
     )
-    sum_bytes = tokens * shape.hidden * (8 if sums == "fixed" else 4)
-    finishers = max(1, min(-(-sum_bytes // _FINISH_BYTES), num_sms // 2))
-    programs = min(most_items(shape, tokens, tuning), resident * num_sms)
+    finishers = choose_finishers(shape, tokens, num_sms, sums, _FINISH_BYTES)
+    programs = min(most_items(shape, tokens, tuning.columns, tuning.slice), resident * num_sms)
     return MoEPlan(tuning, padded_tokens(tokens), programs, finishers, sums)
 
 
-def most_items(shape: MoEShape, tokens: int, tuning: MoETuning) -> int:
-    """That there can be, whatever the routing."""
+def choose_finishers(shape: MoEShape, tokens: int, num_sms: int, sums: Sums, share: int) -> int:
+    """Programs that turn sums into output, each `share` bytes of them, or more where that would be too many."""
+    sum_bytes = tokens * shape.hidden * (8 if sums == "fixed" else 4)
+    return max(1, min(-(-sum_bytes // share), num_sms // 2))
+
+
+def most_items(shape: MoEShape, tokens: int, columns: int, width: int) -> int:
+    """That there can be, whatever the routing, if each is for so many tokens and neurons."""
     visits = tokens * shape.top_k
     visited = min(shape.num_experts, visits)
-    tiles = visited + (visits - visited) // tuning.columns
-    shared = -(-tokens // tuning.columns) * shape.shared
-    return (tiles * shape.intermediate + shared) // tuning.slice
+    tiles = visited + (visits - visited) // columns
+    shared = -(-tokens // columns) * shape.shared
+    return (tiles * shape.intermediate + shared) // width
 
 
 def padded_tokens(tokens: int) -> int:
