@@ -1,6 +1,11 @@
-"""Numbers of tokens that kernels are launched for, where each number would be a launch of its own kind."""
+"""How kernels are launched: for which numbers of tokens, where each number would be a launch of its own kind, and
+whether one behind the other."""
 
 from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
 
 MOST_TOKENS_OF_A_LAUNCH = 64
 """Of a linear layer or a mixture of experts that is one launch. More go through the products of a library."""
@@ -15,3 +20,13 @@ def padded(count: int) -> int:
 def sizes(most: int) -> list[int]:
     """All that `padded` gives for numbers from 1 to `most`."""
     return sorted({padded(count) for count in range(1, most + 1)})
+
+
+@lru_cache
+def can_overlap(device: torch.device) -> bool:
+    """Whether a launch may begin there while the one before it runs: programmatic dependent launch, from sm_90 on.
+
+    A kernel that is launched so waits before it reads what the kernel before has written. All kernels of a step wait
+    before they let the next one begin, so that everything older than the kernel before can be read at once.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -132,6 +132,11 @@ def _moe(
     return Implementation("moe", name, frozenset({device}), partial(_load, path), unavailable, pack=packing)
 
 
+def _linear(name: str, unavailable: Callable[[Use], str | None]) -> Implementation:
+    path = f"subten.kernels.linear.{name}_linear.LINEAR"
+    return Implementation("linear", name, frozenset({"cuda"}), partial(_load, path), unavailable)
+
+
 def _no_triton(use: Use) -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed"
@@ -164,6 +169,12 @@ def _no_triton_linear(use: Use) -> str | None:
     return None
 
 
+def _no_gluon_linear(use: Use) -> str | None:
+    if torch.cuda.get_device_capability(use.device) != (9, 0):
+        return "it is written for compute capability 9.0"
+    return _no_triton_linear(use)
+
+
 def _no_gluon_moe(use: Use) -> str | None:
     if torch.cuda.get_device_capability(use.device) != (9, 0):
         return "it is written for compute capability 9.0"
@@ -179,13 +190,8 @@ def _no_gluon(use: Use) -> str | None:
 REGISTRY: tuple[Implementation, ...] = (
     _reference("rms_norm", "subten.kernels.norm.rms_norm_reference"),
     _reference("rope", "subten.kernels.rope.rope_reference"),
-    Implementation(
-        "linear",
-        "triton",
-        frozenset({"cuda"}),
-        partial(_load, "subten.kernels.linear.triton_linear.LINEAR"),
-        _no_triton_linear,
-    ),
+    _linear("gluon", _no_gluon_linear),
+    _linear("triton", _no_triton_linear),
     _reference("linear", "subten.kernels.linear.reference.linear_reference"),
     _moe("gluon", "cuda", f"{_GLUON_MOE}.MOE", _no_gluon_moe, f"{_GLUON_MOE}.pack"),
     _moe("triton", "cuda", "subten.kernels.moe.triton_moe.MOE", _no_triton_moe),

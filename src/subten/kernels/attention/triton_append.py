@@ -31,6 +31,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from subten.formats.spec import KVFormat
 from subten.kernels.attention.append import _window_moves
@@ -39,6 +40,7 @@ from subten.kernels.attention.gluon_plan import head_tiles
 from subten.kernels.attention.gluon_tables import LARGEST_SCORE, Q_STEPS
 from subten.kernels.attention.inputs import AttentionInputs, QKNorm, SequenceStep, WideTokens
 from subten.kernels.attention.triton_encode import encode_tokens, to_f16
+from subten.kernels.launches import can_overlap
 from subten.kernels.rope import RopeTable
 
 _WARPS = 8
@@ -108,7 +110,9 @@ def append_decode(
     step = None if layer.layout.format.recent else k.new_empty(2, *k.shape, dtype=layer.layout.wide_dtype)
     arguments = append_arguments(q, k, v, out, step, layer, inputs, norm, rope)
     blocks = triton.cdiv(len(q) * arguments["GROUP"], _ROWS)
-    append_kernel[(blocks, k.shape[1], arguments["PARTS"] + 1)](**arguments, num_warps=_WARPS, enable_fp_fusion=False)
+    append_kernel[(blocks, k.shape[1], arguments["PARTS"] + 1)](
+        **arguments, num_warps=_WARPS, enable_fp_fusion=False, launch_pdl=arguments["OVERLAP"]
+    )
     if step is not None:
         encode_tokens(layer, step, inputs.context_len, inputs)
     return out
@@ -204,6 +208,7 @@ def append_arguments(
         "TOKENS": triton.next_power_of_2(min(batch, triton.cdiv(_ROWS, group))),
         "COLUMNS": columns,
         "PARTS": parts,
+        "OVERLAP": can_overlap(q.device),
     }
 
 
@@ -254,11 +259,12 @@ def append_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Of one KV head some columns of ROWS coded queries, or the new keys and values of TOKENS sequences.
 
-    Loads come in the order in which they are waited for: a position first, as its rotation depends on it, and all
-    else before the first number is used.
+    Loads come in the order in which they are waited for: what is no result of the kernel before, which may still be
+    running, then a position's rotation and the heads, all before the first number is used.
 
     Grid: (blocks of queries, num_kv_heads, PARTS + 1). The arguments are those of `append_arguments`.
     """
@@ -285,6 +291,7 @@ def append_kernel(
             RING,
             HEAD_DIM,
             PADDED,
+            OVERLAP,
         )
     else:
         row_of_group = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -316,6 +323,7 @@ def append_kernel(
             PADDED,
             COLUMNS,
             PARTS,
+            OVERLAP,
         )
 
 
@@ -347,6 +355,7 @@ def _prepare_queries(
     PADDED: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Queries at `q` [n, 1] of one KV head, which are the results' number `query`."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -365,6 +374,8 @@ def _prepare_queries(
         kept_channel = tl.load(kept_channels + head * NUM_KEPT + kept)
         first_kept = tl.where(channel == kept_channel, kept, first_kept)
         second_kept = tl.where(channel + HALF == kept_channel, kept, second_kept)
+    if OVERLAP:
+        _wait_for_previous_kernel()
     first, second = _heads(q, live, position, weight, cos, sin, eps, HEAD_DIM, PADDED)
     if q_coded is not None:
         coded = _coded(first, second, upper, lower)
@@ -403,6 +414,14 @@ def _prepare_queries(
         elif NUM_KEPT > 0:
             tl.store(q_kept + query * NUM_KEPT + first_kept, first, mask=held & (first_kept >= 0))
             tl.store(q_kept + query * NUM_KEPT + second_kept, second, mask=held & (second_kept >= 0))
+
+
+@triton.jit
+def _wait_for_previous_kernel():
+    """Until all that the kernels before this one have written can be read; the next one may begin meanwhile, up to
+    where it waits."""
+    gdc_wait()
+    gdc_launch_dependents()
 
 
 @triton.jit
@@ -471,6 +490,7 @@ def _append_tokens(
     RING: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One head of the new tokens of sequences `row` [n, 1], to their windows and, if that is not None, to `step`."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -487,6 +507,8 @@ def _append_tokens(
     if step is not None:
         step += (row * tl.num_programs(1) + head) * HEAD_DIM + channel
         step_side = batch * tl.num_programs(1) * HEAD_DIM
+    if OVERLAP:
+        _wait_for_previous_kernel()
     values = tl.load(v + channel, mask=inside, other=0.0), tl.load(v + channel + HALF, mask=inside, other=0.0)
     keys = _heads(k, live, position, weight, cos, sin, eps, HEAD_DIM, PADDED)
     for half in tl.static_range(2):

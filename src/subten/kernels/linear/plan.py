@@ -1,8 +1,10 @@
-"""How the linear kernel for few tokens shares its work: shapes to tiles."""
+"""How the linear kernels for few tokens share their work: shapes to tiles."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from subten.kernels.linear.inputs import LinearWeights
 
 LANES = 4
 """Warps of a program; each takes a quarter of the columns of its rows, and the four sums are added up in pairs. A
@@ -21,6 +23,15 @@ _STAGE_BYTES = 65536
 _HALF = 113 << 10
 """Of a multiprocessor's shared memory."""
 _LEAST_STAGES, _MOST_STAGES = 3, 8
+
+_LINE = 128
+"""Bytes that a lane of the Gluon kernel takes of a row in one step: what one swizzle of the copy engine spans."""
+_MOST_STEPS = 32
+"""Of the Gluon kernel, whose steps are written out one behind the other."""
+_RING_BYTES = 65536
+"""Of weights that a program of the Gluon kernel has on their way: three programs fit on a multiprocessor."""
+_AHEAD_REGISTERS = 64
+"""Of a thread, for tokens that are loaded ahead."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ class LinearTuning:
         rows: output channels of a program.
         columns: tokens that a tile has room for, a power of two.
         stages: steps in flight, the one at work included.
+        ahead: steps of tokens that are loaded before they are needed, where that is not the compiler's affair.
     """
 
     lanes: int
@@ -56,6 +68,7 @@ class LinearTuning:
     rows: int
     columns: int
     stages: int
+    ahead: int = 0
 
     @property
     def lane_bits(self) -> int:
@@ -81,3 +94,29 @@ def tune_linear(shape: LinearShape, tokens: int, num_sms: int) -> LinearTuning:
     rows = next((r for r in allowed if -(-shape.outputs // r) >= programs), allowed[-1])
     stages = max(_LEAST_STAGES, min(_MOST_STAGES, _STAGE_BYTES // held(rows)))
     return LinearTuning(LANES, _STEP, rows, columns, stages)
+
+
+def gluon_refusal(weights: LinearWeights) -> str | None:
+    """Why the Gluon kernel does not take such a layer, or None."""
+    weight = weights.weight
+    span = LANES * _LINE // weight.itemsize
+    if weight.shape[1] % span or weight.shape[1] > _MOST_STEPS * span:
+        return f"it takes up to {_MOST_STEPS} times {span} input channels, not {weight.shape[1]}"
+    if weight.data_ptr() % 16 or not weight.is_contiguous():
+        return "it takes contiguous weights that begin at a multiple of 16 bytes"
+    return None
+
+
+def tune_gluon_linear(shape: LinearShape, tokens: int, num_sms: int) -> LinearTuning:
+    """As `tune_linear`, for the Gluon kernel: its lanes and steps are what bits depend on there.
+
+    Weights of a program are all on their way at once where they fit into its share of shared memory. Of 2048 inputs
+    and 8 tokens, 2048 outputs are 128 programs of 16 rows, 5120 are 320, and a vocabulary of 151,936 is 2374 of 64.
+    """
+    step = _LINE // shape.itemsize
+    columns = max(8, min(_MOST_COLUMNS, 1 << (tokens - 1).bit_length()))
+    allowed = [rows for rows in _ROWS if rows * columns <= _ACCUMULATORS]
+    programs = num_sms if columns > 8 else 2 * num_sms
+    rows = next((r for r in allowed if -(-shape.outputs // r) >= programs), allowed[-1])
+    stages = min(shape.inputs // (LANES * step), _RING_BYTES // (LANES * rows * _LINE))
+    return LinearTuning(LANES, step, rows, columns, stages, max(1, _AHEAD_REGISTERS * 64 // (step * columns)))

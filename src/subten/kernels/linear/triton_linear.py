@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,11 +16,27 @@ from subten.kernels.linear.triton_decode import linear_decode
 from subten.kernels.norm import rms_norm_reference
 
 
+@dataclass(frozen=True)
+class DecodeKernel:
+    """A kernel for few tokens.
+
+    Attributes:
+        decode: as `linear_decode` of triton_decode.py.
+        tune: a shape, a number of tokens and the multiprocessors of a GPU to tiles.
+    """
+
+    decode: Callable[..., Tensor]
+    tune: Callable[[LinearShape, int, int], LinearTuning]
+
+
+TRITON = DecodeKernel(linear_decode, tune_linear)
+
+
 class TritonLinear:
     """``linear(x, weights, ...)``, see `linear_reference`. It keeps the tiles it has chosen."""
 
     def __init__(self) -> None:
-        self._tunings: dict[tuple[LinearShape, int, torch.device], LinearTuning] = {}
+        self._tunings: dict[tuple[DecodeKernel, LinearShape, int, torch.device], LinearTuning] = {}
 
     def __call__(
         self,
@@ -37,15 +56,20 @@ class TritonLinear:
         out = torch.empty(len(x), outputs, dtype=dtype or x.dtype, device=x.device)
         if not len(x):
             return out
-        tuning = self.tuning(LinearShape(inputs, outputs, weights.weight.itemsize), len(x), x.device)
-        return linear_decode(x, weights, out, tuning, norm=norm, normed=normed, residual=residual, factor=factor)
+        kernel = self.kernel(weights)
+        tuning = self.tuning(kernel, LinearShape(inputs, outputs, weights.weight.itemsize), len(x), x.device)
+        return kernel.decode(x, weights, out, tuning, norm=norm, normed=normed, residual=residual, factor=factor)
 
-    def tuning(self, shape: LinearShape, tokens: int, device: torch.device) -> LinearTuning:
+    def kernel(self, weights: LinearWeights) -> DecodeKernel:  # noqa: ARG002 - of others it depends on them
+        """That multiplies few tokens with such weights."""
+        return TRITON
+
+    def tuning(self, kernel: DecodeKernel, shape: LinearShape, tokens: int, device: torch.device) -> LinearTuning:
         """Tiles for so many tokens."""
-        key = shape, tokens, device
+        key = kernel, shape, tokens, device
         if key not in self._tunings:
             sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-            self._tunings[key] = tune_linear(shape, tokens, sms)
+            self._tunings[key] = kernel.tune(shape, tokens, sms)
         return self._tunings[key]
 
 

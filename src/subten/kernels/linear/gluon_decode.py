@@ -1,0 +1,246 @@
+"""A linear layer for 1 to 64 tokens on sm_90, in Gluon: Triton with layouts by hand.
+
+The work is that of triton_decode.py, which serves other GPUs and is the one to read first. What differs:
+
+- Weights reach a program through the copy engine, and are asked for before anything else: they are no result of the
+  kernel before, which may still be running then. Of most layers all rows of a program are on their way at once.
+- Tokens are loaded into the registers in which the tensor core expects them, several steps ahead, and squared there.
+
+docs/kernels/linear.md has the reasons and the measurements.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment, misc"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from subten.kernels.attention.gluon_ptx import let_next_kernel_start, wait_for_previous_kernel
+from subten.kernels.linear import triton_decode
+from subten.kernels.linear.inputs import LinearWeights, NormWeights
+from subten.kernels.linear.plan import LinearTuning
+
+# What Triton 3.7 and later have under another name.
+_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+_UNIT = gl.constexpr(2.0**-4)
+"""See triton_decode.py."""
+_CHUNK = gl.constexpr(256)
+"""Elements of a token that a warp leaves for others at a time: 16 bytes a thread."""
+
+
+def linear_decode(
+    x: Tensor,
+    weights: LinearWeights,
+    out: Tensor,
+    tuning: LinearTuning,
+    *,
+    norm: NormWeights | None = None,
+    normed: Tensor | None = None,
+    residual: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
+    """See `subten.kernels.linear.triton_decode.linear_decode`; what it takes is said by `plan.gluon_refusal`."""
+    arguments = linear_arguments(x, weights, out, tuning, norm, normed, residual, factor)
+    grid = triton.cdiv(len(x), tuning.columns), triton.cdiv(len(weights.weight), tuning.rows)
+    linear_kernel[grid](**arguments, num_warps=tuning.lanes, launch_pdl=True)
+    return out
+
+
+def linear_arguments(
+    x: Tensor,
+    weights: LinearWeights,
+    out: Tensor,
+    tuning: LinearTuning,
+    norm: NormWeights | None,
+    normed: Tensor | None,
+    residual: Tensor | None,
+    factor: float,
+) -> dict[str, Any]:
+    """All arguments of `linear_kernel`: the Triton kernel's, with weights as tiles to be copied."""
+    arguments = triton_decode.linear_arguments(x, weights, out, tuning, norm, normed, residual, factor)
+    return {**arguments, "weight": _tiles(weights.weight, tuning)}
+
+
+def _tiles(weight: Tensor, tuning: LinearTuning) -> TensorDescriptor:
+    """[columns / step, outputs, step] of a weight [outputs, columns]: a tile is some rows of as many such blocks of
+    columns as there are lanes."""
+    # The copy engine knows no FP8.
+    plain = weight.view(torch.uint8) if weight.itemsize == 1 else weight
+    blocks = plain.view(len(plain), -1, tuning.step).transpose(0, 1)
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=tuning.step * weight.itemsize, element_bitwidth=8 * weight.itemsize, rank=3
+    )
+    return TensorDescriptor.from_tensor(blocks, [tuning.lanes, tuning.rows, tuning.step], layout)
+
+
+@gluon.constexpr_function
+def token_layout(warps):
+    """[tokens, `_CHUNK`]: every token belongs to one warp."""
+    return gl.BlockedLayout([1, 8], [1, 32], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _request(weight, ring, bars, step, row, TUNING: gl.constexpr):
+    """Ask for the rows' tile of a step."""
+    place = step % TUNING.stages
+    mbarrier.expect(bars.index(place), weight.block_type.nbytes)
+    _copy(weight, [step * TUNING.lanes, row, 0], bars.index(place), ring.index(place))
+
+
+@gluon.jit
+def _squares(values):
+    """Of a step's tokens [lanes, step, columns], added up over the step."""
+    wide = values.to(gl.float32)
+    return gl.sum(wide * wide, 1)
+
+
+@gluon.jit
+def _store_normed(
+    x, norm, normed, inverse, token, real, x_stride, INPUTS: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Each program of a block of tokens does some columns."""
+    k = gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, LAYOUT))
+    for start in range(gl.program_id(1) * _CHUNK, INPUTS, gl.num_programs(1) * _CHUNK):
+        value = gl.load(x + token[:, None] * x_stride + (start + k)[None, :], mask=real[:, None], other=0.0)
+        factors = gl.load(norm + start + k).to(gl.float32)
+        value = value.to(gl.float32) * inverse[:, None] * factors[None, :]
+        after = normed + token[:, None] * INPUTS + (start + k)[None, :]
+        gl.store(after, value.to(normed.dtype.element_ty), mask=real[:, None])
+
+
+@gluon.jit
+def _tokens(elements, step, real, SPAN: gl.constexpr):
+    """Of a step, [lanes, step, columns]."""
+    return gl.load(elements + step * SPAN, mask=real[None, None, :], other=0.0)
+
+
+@gluon.jit
+def _factors(norm, k, step, SPAN: gl.constexpr):
+    """The norm's weight for a step, [lanes, step], or none."""
+    if norm is None:
+        return ()
+    else:
+        return (gl.load(norm + step * SPAN + k),)
+
+
+@gluon.jit
+def _operand(values, factors, OPERAND: gl.constexpr, UNIT: gl.constexpr):
+    """Tokens of a step as the tensor core takes them."""
+    if len(factors) == 1:
+        values *= (factors[0].to(values.dtype) * UNIT)[:, :, None]
+    elif UNIT != 1:
+        values *= UNIT
+    return values.to(OPERAND)
+
+
+@gluon.jit
+def _add_step(
+    total, weight, ring, bars, step: gl.constexpr, row, values, OPERAND: gl.constexpr, SCALED: gl.constexpr,
+    STEPS: gl.constexpr, TUNING: gl.constexpr,
+):  # fmt: skip
+    """The products of a step. What takes the place of the tile before is asked for: all warps have read that."""
+    STAGES: gl.constexpr = TUNING.stages
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, values.type.layout.k_width)
+    mbarrier.wait(bars.index(step % STAGES), (step // STAGES) & 1)
+    if step > 0 and step - 1 + STAGES < STEPS:
+        _request(weight, ring, bars, step - 1 + STAGES, row, TUNING)
+    tile = ring.index(step % STAGES).load(LEFT)
+    if SCALED:
+        tile = tile.to(gl.float8e4nv, bitcast=True).to(OPERAND)
+    return mma_v2(tile, values, total)
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def linear_kernel(
+    x, weight, scale, bias, norm, normed, residual, out, tokens, x_stride, residual_stride, eps, factor,
+    SHAPE: gl.constexpr, TUNING: gl.constexpr,
+):  # fmt: skip
+    """Grid: blocks of `columns` tokens, and of `rows` output channels."""
+    LANES: gl.constexpr = TUNING.lanes
+    ROWS: gl.constexpr = TUNING.rows
+    COLUMNS: gl.constexpr = TUNING.columns
+    STEP: gl.constexpr = TUNING.step
+    STAGES: gl.constexpr = TUNING.stages
+    INPUTS: gl.constexpr = SHAPE.inputs
+    OUTPUTS: gl.constexpr = SHAPE.outputs
+    SPAN: gl.constexpr = LANES * STEP
+    STEPS: gl.constexpr = INPUTS // SPAN
+    SCALED: gl.constexpr = scale is not None
+    OPERAND: gl.constexpr = gl.float16 if SCALED else weight.dtype
+    # Weights in FP8 are multiplied as fp16, in which tokens of a million are finite after this factor.
+    UNIT: gl.constexpr = _UNIT if SCALED else 1.0
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[LANES, 1, 1], instr_shape=[1, 16, 8])
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, 4 // SHAPE.itemsize)
+    BY_TOKEN: gl.constexpr = token_layout(LANES)
+    RESULT: gl.constexpr = gl.SliceLayout(0, ACC)
+
+    ring = gl.allocate_shared_memory(weight.dtype, [STAGES, LANES, ROWS, STEP], weight.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(bars.index(i), count=1)
+    first_row = gl.program_id(1) * ROWS
+    for i in gl.static_range(STAGES):
+        _request(weight, ring, bars, i, first_row, TUNING)
+    lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))
+    column = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, RIGHT)))
+    k = lane[:, None] * STEP + column[None, :]
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, RESULT))
+    inside = row < OUTPUTS
+    of_row = gl.full([ROWS], factor, gl.float32, layout=gl.SliceLayout(1, RESULT))
+    if SCALED:
+        of_row *= gl.load(scale + row, mask=inside, other=0.0) * (1 / UNIT)
+    AHEAD: gl.constexpr = min(TUNING.ahead, STEPS)
+    of_norm = ()
+    for step in gl.static_range(AHEAD):
+        of_norm += (_factors(norm, k, step, SPAN),)
+    wait_for_previous_kernel()
+    let_next_kernel_start()
+
+    first = gl.program_id(0) * COLUMNS
+    token = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))
+    elements = x + token[None, None, :] * x_stride + k[:, :, None]
+    real = token < tokens
+    ahead = ()
+    for step in gl.static_range(AHEAD):
+        ahead += (_tokens(elements, step, real, SPAN),)
+    of_column = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, RESULT))
+    there = inside[:, None] & (of_column < tokens)[None, :]
+    added = gl.zeros([ROWS, COLUMNS], gl.float32, layout=RESULT)
+    if residual is not None:
+        before = residual + of_column[None, :] * residual_stride + row[:, None]
+        added = gl.load(before, mask=there, other=0.0).to(gl.float32)
+    if bias is not None:
+        added += gl.load(bias + row, mask=inside, other=0.0).to(gl.float32)[:, None] * factor
+
+    total = gl.zeros([LANES, ROWS, COLUMNS], gl.float32, layout=ACC)
+    squares = gl.zeros([LANES, COLUMNS], gl.float32, layout=gl.SliceLayout(1, RIGHT))
+    for step in gl.static_range(STEPS):
+        if norm is not None:
+            squares += _squares(ahead[0])
+        values = _operand(ahead[0], of_norm[0], OPERAND, UNIT)
+        ahead, of_norm = ahead[1:], of_norm[1:]
+        if step + AHEAD < STEPS:
+            of_norm += (_factors(norm, k, step + AHEAD, SPAN),)
+            ahead += (_tokens(elements, step + AHEAD, real, SPAN),)
+        total = _add_step(total, weight, ring, bars, step, first_row, values, OPERAND, SCALED, STEPS, TUNING)
+    result = gl.sum(total, 0) * of_row[:, None]
+    if norm is not None:
+        inverse = gl.rsqrt(gl.sum(squares, 0) / INPUTS + eps)
+        result *= gl.convert_layout(inverse, gl.SliceLayout(0, RESULT))[None, :]
+        if normed is not None:
+            whole = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, BY_TOKEN))
+            inverse = gl.convert_layout(inverse, gl.SliceLayout(1, BY_TOKEN))
+            _store_normed(x, norm, normed, inverse, whole, whole < tokens, x_stride, INPUTS, BY_TOKEN)
+    after = out + of_column.to(gl.int64)[None, :] * OUTPUTS + row[:, None]
+    gl.store(after, (result + added).to(out.dtype.element_ty), mask=there)
