@@ -4,7 +4,7 @@ The work is that of triton_decode.py, which serves other GPUs and is the one to 
 
 - Weights reach a program through the copy engine, and are asked for before anything else: they are no result of the
   kernel before, which may still be running then. Of most layers all rows of a program are on their way at once.
-- Tokens are loaded into the registers in which the tensor core expects them, several steps ahead, and squared there.
+- Tokens come the same way, as soon as there are any.
 
 docs/kernels/linear.md has the reasons and the measurements.
 """
@@ -69,19 +69,21 @@ def linear_arguments(
 ) -> dict[str, Any]:
     """All arguments of `linear_kernel`: the Triton kernel's, with weights as tiles to be copied."""
     arguments = triton_decode.linear_arguments(x, weights, out, tuning, norm, normed, residual, factor)
-    return {**arguments, "weight": _tiles(weights.weight, tuning)}
+    return {
+        **arguments,
+        "x_tiles": _tiles(x, tuning.columns, tuning),
+        "weight": _tiles(weights.weight, tuning.rows, tuning),
+    }
 
 
-def _tiles(weight: Tensor, tuning: LinearTuning) -> TensorDescriptor:
-    """[columns / step, outputs, step] of a weight [outputs, columns]: a tile is some rows of as many such blocks of
-    columns as there are lanes."""
+def _tiles(matrix: Tensor, rows: int, tuning: LinearTuning) -> TensorDescriptor:
+    """[columns / step, rows, step] of a matrix [rows, columns]: a tile is some rows of as many such blocks of columns
+    as there are lanes, and zero where there is no row."""
     # The copy engine knows no FP8.
-    plain = weight.view(torch.uint8) if weight.itemsize == 1 else weight
-    blocks = plain.view(len(plain), -1, tuning.step).transpose(0, 1)
-    layout = gl.NVMMASharedLayout(
-        swizzle_byte_width=tuning.step * weight.itemsize, element_bitwidth=8 * weight.itemsize, rank=3
-    )
-    return TensorDescriptor.from_tensor(blocks, [tuning.lanes, tuning.rows, tuning.step], layout)
+    plain = matrix.view(torch.uint8) if matrix.itemsize == 1 else matrix
+    blocks = plain.unflatten(1, (-1, tuning.step)).transpose(0, 1)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * matrix.itemsize, rank=3)
+    return TensorDescriptor.from_tensor(blocks, [tuning.lanes, rows, tuning.step], layout)
 
 
 @gluon.constexpr_function
@@ -91,11 +93,11 @@ def token_layout(warps):
 
 
 @gluon.jit
-def _request(weight, ring, bars, step, row, TUNING: gl.constexpr):
-    """Ask for the rows' tile of a step."""
+def _request(tiles, ring, bars, step, row, TUNING: gl.constexpr):
+    """Ask for the tile of a step."""
     place = step % TUNING.stages
-    mbarrier.expect(bars.index(place), weight.block_type.nbytes)
-    _copy(weight, [step * TUNING.lanes, row, 0], bars.index(place), ring.index(place))
+    mbarrier.expect(bars.index(place), tiles.block_type.nbytes)
+    _copy(tiles, [step * TUNING.lanes, row, 0], bars.index(place), ring.index(place))
 
 
 @gluon.jit
@@ -120,12 +122,6 @@ def _store_normed(
 
 
 @gluon.jit
-def _tokens(elements, step, real, SPAN: gl.constexpr):
-    """Of a step, [lanes, step, columns]."""
-    return gl.load(elements + step * SPAN, mask=real[None, None, :], other=0.0)
-
-
-@gluon.jit
 def _factors(norm, k, step, SPAN: gl.constexpr):
     """The norm's weight for a step, [lanes, step], or none."""
     if norm is None:
@@ -144,26 +140,9 @@ def _operand(values, factors, OPERAND: gl.constexpr, UNIT: gl.constexpr):
     return values.to(OPERAND)
 
 
-@gluon.jit
-def _add_step(
-    total, weight, ring, bars, step: gl.constexpr, row, values, OPERAND: gl.constexpr, SCALED: gl.constexpr,
-    STEPS: gl.constexpr, TUNING: gl.constexpr,
-):  # fmt: skip
-    """The products of a step. What takes the place of the tile before is asked for: all warps have read that."""
-    STAGES: gl.constexpr = TUNING.stages
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, values.type.layout.k_width)
-    mbarrier.wait(bars.index(step % STAGES), (step // STAGES) & 1)
-    if step > 0 and step - 1 + STAGES < STEPS:
-        _request(weight, ring, bars, step - 1 + STAGES, row, TUNING)
-    tile = ring.index(step % STAGES).load(LEFT)
-    if SCALED:
-        tile = tile.to(gl.float8e4nv, bitcast=True).to(OPERAND)
-    return mma_v2(tile, values, total)
-
-
 @gluon.jit(do_not_specialize=["tokens"])
 def linear_kernel(
-    x, weight, scale, bias, norm, normed, residual, out, tokens, x_stride, residual_stride, eps, factor,
+    x, x_tiles, weight, scale, bias, norm, normed, residual, out, tokens, x_stride, residual_stride, eps, factor,
     SHAPE: gl.constexpr, TUNING: gl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of `columns` tokens, and of `rows` output channels."""
@@ -181,15 +160,19 @@ def linear_kernel(
     # Weights in FP8 are multiplied as fp16, in which tokens of a million are finite after this factor.
     UNIT: gl.constexpr = _UNIT if SCALED else 1.0
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[LANES, 1, 1], instr_shape=[1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 4 // SHAPE.itemsize)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, 4 // SHAPE.itemsize)
     BY_TOKEN: gl.constexpr = token_layout(LANES)
     RESULT: gl.constexpr = gl.SliceLayout(0, ACC)
 
     ring = gl.allocate_shared_memory(weight.dtype, [STAGES, LANES, ROWS, STEP], weight.layout)
+    x_ring = gl.allocate_shared_memory(x_tiles.dtype, [STAGES, LANES, COLUMNS, STEP], x_tiles.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    x_bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
-    first_row = gl.program_id(1) * ROWS
+        mbarrier.init(x_bars.index(i), count=1)
+    first, first_row = gl.program_id(0) * COLUMNS, gl.program_id(1) * ROWS
     for i in gl.static_range(STAGES):
         _request(weight, ring, bars, i, first_row, TUNING)
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, RIGHT)))
@@ -207,13 +190,8 @@ def linear_kernel(
     wait_for_previous_kernel()
     let_next_kernel_start()
 
-    first = gl.program_id(0) * COLUMNS
-    token = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(1, RIGHT)))
-    elements = x + token[None, None, :] * x_stride + k[:, :, None]
-    real = token < tokens
-    ahead = ()
-    for step in gl.static_range(AHEAD):
-        ahead += (_tokens(elements, step, real, SPAN),)
+    for i in gl.static_range(STAGES):
+        _request(x_tiles, x_ring, x_bars, i, first, TUNING)
     of_column = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, RESULT))
     there = inside[:, None] & (of_column < tokens)[None, :]
     added = gl.zeros([ROWS, COLUMNS], gl.float32, layout=RESULT)
@@ -226,14 +204,24 @@ def linear_kernel(
     total = gl.zeros([LANES, ROWS, COLUMNS], gl.float32, layout=ACC)
     squares = gl.zeros([LANES, COLUMNS], gl.float32, layout=gl.SliceLayout(1, RIGHT))
     for step in gl.static_range(STEPS):
+        place, phase = step % STAGES, (step // STAGES) & 1
+        mbarrier.wait(x_bars.index(place), phase)
+        values = x_ring.index(place).permute((0, 2, 1)).load(RIGHT)
         if norm is not None:
-            squares += _squares(ahead[0])
-        values = _operand(ahead[0], of_norm[0], OPERAND, UNIT)
-        ahead, of_norm = ahead[1:], of_norm[1:]
+            squares += _squares(values)
+        values = _operand(values, of_norm[0], OPERAND, UNIT)
+        of_norm = of_norm[1:]
         if step + AHEAD < STEPS:
             of_norm += (_factors(norm, k, step + AHEAD, SPAN),)
-            ahead += (_tokens(elements, step + AHEAD, real, SPAN),)
-        total = _add_step(total, weight, ring, bars, step, first_row, values, OPERAND, SCALED, STEPS, TUNING)
+        mbarrier.wait(bars.index(place), phase)
+        tile = ring.index(place).load(LEFT)
+        if step > 0 and step - 1 + STAGES < STEPS:
+            # Of the step before all warps have read both tiles.
+            _request(weight, ring, bars, step - 1 + STAGES, first_row, TUNING)
+            _request(x_tiles, x_ring, x_bars, step - 1 + STAGES, first, TUNING)
+        if SCALED:
+            tile = tile.to(gl.float8e4nv, bitcast=True).to(OPERAND)
+        total = mma_v2(tile, values, total)
     result = gl.sum(total, 0) * of_row[:, None]
     if norm is not None:
         inverse = gl.rsqrt(gl.sum(squares, 0) / INPUTS + eps)

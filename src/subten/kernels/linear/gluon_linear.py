@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from subten.kernels.linear.gluon_decode import linear_decode
 from subten.kernels.linear.inputs import LinearWeights
 from subten.kernels.linear.plan import gluon_refusal, tune_gluon_linear
@@ -11,12 +13,11 @@ GLUON = DecodeKernel(linear_decode, tune_gluon_linear)
 
 
 class GluonLinear(TritonLinear):
-    """See `TritonLinear`. Layers whose sizes the Gluon kernel does not take (`plan.gluon_refusal`) go through the
-    Triton kernel: which one it is depends on the layer alone."""
+    """See `TritonLinear`. What the Gluon kernel does not take (`plan.gluon_refusal`) goes through the Triton kernel."""
 
-    def kernel(self, weights: LinearWeights) -> DecodeKernel:
+    def kernel(self, x: Tensor, weights: LinearWeights) -> DecodeKernel:
         """See `TritonLinear.kernel`."""
-        return GLUON if gluon_refusal(weights) is None else TRITON
+        return GLUON if gluon_refusal(x, weights) is None else TRITON
 
 
 LINEAR = GluonLinear()

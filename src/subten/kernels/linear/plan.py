@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from subten.kernels.linear.inputs import LinearWeights
 
 LANES = 4
@@ -28,10 +30,8 @@ _LINE = 128
 """Bytes that a lane of the Gluon kernel takes of a row in one step: what one swizzle of the copy engine spans."""
 _MOST_STEPS = 32
 """Of the Gluon kernel, whose steps are written out one behind the other."""
-_RING_BYTES = 65536
-"""Of weights that a program of the Gluon kernel has on their way: three programs fit on a multiprocessor."""
-_AHEAD_REGISTERS = 64
-"""Of a thread, for tokens that are loaded ahead."""
+_RING_BYTES = 104 << 10
+"""Of shared memory for what a program of the Gluon kernel has on its way: two fit on a multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -96,27 +96,31 @@ def tune_linear(shape: LinearShape, tokens: int, num_sms: int) -> LinearTuning:
     return LinearTuning(LANES, _STEP, rows, columns, stages)
 
 
-def gluon_refusal(weights: LinearWeights) -> str | None:
-    """Why the Gluon kernel does not take such a layer, or None."""
+def gluon_refusal(x: Tensor, weights: LinearWeights) -> str | None:
+    """Why the Gluon kernel does not take such a layer and tokens in such memory, or None."""
     weight = weights.weight
     span = LANES * _LINE // weight.itemsize
     if weight.shape[1] % span or weight.shape[1] > _MOST_STEPS * span:
         return f"it takes up to {_MOST_STEPS} times {span} input channels, not {weight.shape[1]}"
     if weight.data_ptr() % 16 or not weight.is_contiguous():
         return "it takes contiguous weights that begin at a multiple of 16 bytes"
+    if x.data_ptr() % 16 or x.stride(0) * x.itemsize % 16:
+        return "it takes tokens that begin at multiples of 16 bytes"
     return None
 
 
 def tune_gluon_linear(shape: LinearShape, tokens: int, num_sms: int) -> LinearTuning:
-    """As `tune_linear`, for the Gluon kernel: its lanes and steps are what bits depend on there.
+    """As `tune_linear`, for the Gluon kernel, whose bits depend on its own lanes and steps.
 
-    Weights of a program are all on their way at once where they fit into its share of shared memory. Of 2048 inputs
-    and 8 tokens, 2048 outputs are 128 programs of 16 rows, 5120 are 320, and a vocabulary of 151,936 is 2374 of 64.
+    What was fastest on an H200, see docs/kernels/linear.md: rows as many as leave work for half of the
+    multiprocessors, which is enough for all that memory gives, since a program's tokens are as much work as some of
+    its rows; and as much of its weights on the way as leaves room for all programs at once. Examples on 132
+    multiprocessors, up to 8 tokens: 2048 outputs are 64 programs of 32 rows, 5120 are 80 of 64, and a vocabulary of
+    151,936 is 2374 of 64.
     """
     step = _LINE // shape.itemsize
-    columns = max(8, min(_MOST_COLUMNS, 1 << (tokens - 1).bit_length()))
-    allowed = [rows for rows in _ROWS if rows * columns <= _ACCUMULATORS]
-    programs = num_sms if columns > 8 else 2 * num_sms
-    rows = next((r for r in allowed if -(-shape.outputs // r) >= programs), allowed[-1])
-    stages = min(shape.inputs // (LANES * step), _RING_BYTES // (LANES * rows * _LINE))
-    return LinearTuning(LANES, step, rows, columns, stages, max(1, _AHEAD_REGISTERS * 64 // (step * columns)))
+    many = shape.outputs >= 64 * 4 * num_sms
+    columns = max(8, min(_MOST_COLUMNS if many else 8, 1 << (tokens - 1).bit_length()))
+    rows = 16 if 32 * num_sms > 2 * shape.outputs + 128 else 64 if many and columns < 32 else 32
+    stages = min(shape.inputs // (LANES * step), _RING_BYTES // (LANES * (rows * _LINE + 2 * columns * step)))
+    return LinearTuning(LANES, step, rows, columns, max(2, stages), max(1, 256 // step))

@@ -56,12 +56,12 @@ class TritonLinear:
         out = torch.empty(len(x), outputs, dtype=dtype or x.dtype, device=x.device)
         if not len(x):
             return out
-        kernel = self.kernel(weights)
+        kernel = self.kernel(x, weights)
         tuning = self.tuning(kernel, LinearShape(inputs, outputs, weights.weight.itemsize), len(x), x.device)
         return kernel.decode(x, weights, out, tuning, norm=norm, normed=normed, residual=residual, factor=factor)
 
-    def kernel(self, weights: LinearWeights) -> DecodeKernel:  # noqa: ARG002 - of others it depends on them
-        """That multiplies few tokens with such weights."""
+    def kernel(self, x: Tensor, weights: LinearWeights) -> DecodeKernel:  # noqa: ARG002 - of others it depends on them
+        """That multiplies few such tokens with such weights."""
         return TRITON
 
     def tuning(self, kernel: DecodeKernel, shape: LinearShape, tokens: int, device: torch.device) -> LinearTuning:
