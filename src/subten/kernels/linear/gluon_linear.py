@@ -13,7 +13,7 @@ GLUON = DecodeKernel(linear_decode, tune_gluon_linear)
 
 
 class GluonLinear(TritonLinear):
-    """See `TritonLinear`. What the Gluon kernel does not take (`plan.gluon_refusal`) goes through the Triton kernel."""
+    """See `TritonLinear`. What the Gluon kernel does not take goes through the Triton kernel (`gluon_refusal`)."""
 
     def kernel(self, x: Tensor, weights: LinearWeights) -> DecodeKernel:
         """See `TritonLinear.kernel`."""

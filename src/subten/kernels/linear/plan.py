@@ -30,8 +30,10 @@ _LINE = 128
 """Bytes that a lane of the Gluon kernel takes of a row in one step: what one swizzle of the copy engine spans."""
 _MOST_STEPS = 32
 """Of the Gluon kernel, whose steps are written out one behind the other."""
-_RING_BYTES = 104 << 10
-"""Of shared memory for what a program of the Gluon kernel has on its way: two fit on a multiprocessor."""
+_ROOM_OF_ONE, _ROOM_OF_TWO, _ROOM_OF_MANY = 144 << 10, 104 << 10, 80 << 10
+"""Shared memory for what a program of the Gluon kernel has on its way, by programs that share a multiprocessor."""
+_MOST_LOADED = 2
+"""Tokens that the threads of the Gluon kernel load themselves."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class LinearTuning:
         rows: output channels of a program.
         columns: tokens that a tile has room for, a power of two.
         stages: steps in flight, the one at work included.
-        ahead: steps of tokens that are loaded before they are needed, where that is not the compiler's affair.
+        ahead: steps of a norm's weight, and of tokens that are not copied, that are loaded before they are needed;
+            in the Triton kernel that is the compiler's affair.
+        copied: whether tokens come by the copy engine, in the Gluon kernel.
     """
 
     lanes: int
@@ -69,6 +73,7 @@ class LinearTuning:
     columns: int
     stages: int
     ahead: int = 0
+    copied: bool = False
 
     @property
     def lane_bits(self) -> int:
@@ -112,15 +117,18 @@ def gluon_refusal(x: Tensor, weights: LinearWeights) -> str | None:
 def tune_gluon_linear(shape: LinearShape, tokens: int, num_sms: int) -> LinearTuning:
     """As `tune_linear`, for the Gluon kernel, whose bits depend on its own lanes and steps.
 
-    What was fastest on an H200, see docs/kernels/linear.md: rows as many as leave work for half of the
-    multiprocessors, which is enough for all that memory gives, since a program's tokens are as much work as some of
-    its rows; and as much of its weights on the way as leaves room for all programs at once. Examples on 132
-    multiprocessors, up to 8 tokens: 2048 outputs are 64 programs of 32 rows, 5120 are 80 of 64, and a vocabulary of
-    151,936 is 2374 of 64.
+    What was fastest on an H200 (docs/kernels/linear.md): rows enough that a program's tokens are less work than its
+    weights, few enough that half of the multiprocessors have a program, which is enough for all that memory gives.
+    Examples on 132 multiprocessors, up to 8 tokens: 1024 outputs are 64 programs of 16 rows, 2048 are 64 of 32, 5120
+    are 160, and a vocabulary of 151,936 is 2374 of 64; from 9 tokens on 5120 are 80 of 64 for each 16 of them.
     """
     step = _LINE // shape.itemsize
-    many = shape.outputs >= 64 * 4 * num_sms
-    columns = max(8, min(_MOST_COLUMNS if many else 8, 1 << (tokens - 1).bit_length()))
-    rows = 16 if 32 * num_sms > 2 * shape.outputs + 128 else 64 if many and columns < 32 else 32
-    stages = min(shape.inputs // (LANES * step), _RING_BYTES // (LANES * (rows * _LINE + 2 * columns * step)))
-    return LinearTuning(LANES, step, rows, columns, max(2, stages), max(1, 256 // step))
+    vocabulary, many = shape.outputs >= 256 * num_sms, tokens > 8 and shape.outputs >= 31 * num_sms
+    columns = 16 if many else 8
+    rows = 64 if vocabulary or many else 32 if shape.outputs >= 15 * num_sms else 16
+    copied = tokens > _MOST_LOADED
+    programs = -(-shape.outputs // rows) * -(-tokens // columns)
+    room = _ROOM_OF_MANY if vocabulary else _ROOM_OF_TWO if programs > num_sms else _ROOM_OF_ONE
+    stages = room // (LANES * (rows * _LINE + 2 * columns * step * copied))
+    stages = max(2, min(stages, shape.inputs // (LANES * step)))
+    return LinearTuning(LANES, step, rows, columns, stages, 512 // step, copied)
