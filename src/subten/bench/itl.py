@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic, perf_counter
 
@@ -13,6 +13,7 @@ import torch
 from subten.bench import model_shapes
 from subten.bench.decoding import CacheKind
 from subten.bench.latency import BenchModel, release_memory, undisturbed
+from subten.bench.latency_cases import with_moe
 from subten.bench.latency_report import percentile
 from subten.bench.latency_session import load
 from subten.bench.machine import Machine, describe, first_line, require_gpu, require_sound_device
@@ -215,6 +216,7 @@ def run_itl(
     announce(machine)
     for shape in shapes:
         model = load(shape, "channel", target)
+        model = replace(model, loaded=with_moe(model.loaded, "fused")[0])
         for fmt in formats:
             for budget_ms in budgets:
                 try:
