@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from subten.engine import LLM, LoadedModel, SamplingParams, load_model
 from subten.engine.calibrate import shipped_text
+from subten.engine.logprobs import TokenLogprobs
 from subten.kernels.launches import sizes
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +20,7 @@ WEIGHTS = ["16bit", "stored", "fp8"]
 KV = ["kv2", "bf16"]
 LONG = 512
 NEAR = 0.25
-"""A gap between scores that another order of sums may close: two steps of bf16 at 16, about where the scores lie."""
+"""A gap between logarithms that another order of sums may close: two steps of bf16 at 16, about where scores lie."""
 
 
 @cache
@@ -33,8 +35,12 @@ def engine(weights: str, kv: str, graphs: bool) -> LLM:
 
 @cache
 def prompts(count: int = 8) -> list[list[int]]:
-    ids = model("16bit").tokenizer.encode(shipped_text())
+    ids = shipped_ids(300 * count + 100)
     return [ids[300 * row : 300 * row + 24 + 7 * row] for row in range(count)]
+
+
+def shipped_ids(count: int) -> list[int]:
+    return model("16bit").tokenizer.encode(shipped_text())[:count]
 
 
 def greedy(length: int, **options: object) -> SamplingParams:
@@ -45,16 +51,26 @@ def answers(llm: LLM, asked: Sequence[list[int]], params: object) -> list[list[i
     return [list(answer.token_ids) for answer in llm.generate(list(asked), params)]
 
 
-def assert_same_but_for_near_ties(llm: LLM, prompt: list[int], found: list[int], expected: list[int]) -> None:
-    """Up to the first token where two scores are as good as equal."""
-    differing = [place for place, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
-    if not differing:
-        return
-    place = differing[0]
-    scores = list(llm.score([*prompt, *expected[:place]]))[-1][-1]
-    gap = float(scores.max() - torch.minimum(scores[found[place]], scores[expected[place]]))
-    print(f"near tie after {place} tokens: {found[place]} and {expected[place]} are {gap:.4f} from the best")
-    assert gap <= NEAR
+def thoughts(llm: LLM, asked: Sequence[list[int]], length: int) -> list[Thought]:
+    """Greedy answers, and what the model thought of its tokens."""
+    found = llm.generate(list(asked), greedy(length, logprobs=2))
+    return [Thought(list(answer.token_ids), answer.logprobs) for answer in found]
+
+
+@dataclass(frozen=True)
+class Thought:
+    tokens: list[int]
+    logprobs: Sequence[TokenLogprobs]
+
+    def assert_same_but_for_near_ties(self, other: list[int]) -> None:
+        """Up to the first token where the best two were as good as equal."""
+        differing = [place for place, pair in enumerate(zip(self.tokens, other, strict=True)) if pair[0] != pair[1]]
+        if differing:
+            place = differing[0]
+            best, second = self.logprobs[place].top
+            print(f"near tie after {place} tokens: {second[0]} is {best[1] - second[1]:.4f} behind {best[0]}")
+            assert {best[0], second[0]} == {self.tokens[place], other[place]}
+            assert best[1] - second[1] <= NEAR
 
 
 @pytest.mark.parametrize("kv", KV)
@@ -75,8 +91,17 @@ def test_eight_together_are_eight_alone(weights: str) -> None:
     llm = engine(weights, "kv2", True)
     together = answers(llm, prompts(), greedy(64))
     for prompt, found in zip(prompts(), together, strict=True):
-        (alone,) = answers(llm, [prompt], greedy(64))
-        assert_same_but_for_near_ties(llm, prompt, found, alone)
+        (alone,) = thoughts(llm, [prompt], 64)
+        alone.assert_same_but_for_near_ties(found)
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_a_graph_gives_the_tokens_of_the_cpu(kv: str) -> None:
+    """Which computes in float32, and reads its cache through the torch reference."""
+    (found,) = answers(engine("16bit", kv, True), prompts()[:1], greedy(LONG))
+    on_cpu = LLM(load_model("demo-moe", device="cpu"), kv=kv, max_context=700, max_batch=1)
+    (expected,) = thoughts(on_cpu, prompts()[:1], LONG)
+    expected.assert_same_but_for_near_ties(found)
 
 
 def test_all_ways_of_choosing_side_by_side() -> None:
@@ -106,7 +131,7 @@ def test_all_ways_of_choosing_side_by_side() -> None:
 
 def test_a_stream_that_is_left_frees_its_pages_and_the_others_go_on() -> None:
     llm = engine("stored", "kv2", True)
-    expected = answers(llm, prompts()[:1], greedy(64))[0]
+    (expected,) = thoughts(llm, prompts()[:1], 64)
     free = llm.stats().available_pages
     (left,), (stays,) = (llm.intake.requests(prompt, greedy(64)) for prompt in (prompts()[1], prompts()[0]))
     llm.loop.add(left)
@@ -116,9 +141,43 @@ def test_a_stream_that_is_left_frees_its_pages_and_the_others_go_on() -> None:
     llm.loop.cancel(left)
     while llm.loop.busy:
         llm.loop.step()
-    assert_same_but_for_near_ties(llm, prompts()[0], list(stays.output), expected)
+    expected.assert_same_but_for_near_ties(list(stays.output))
     assert llm.stats().available_pages == free
     llm.check_integrity()
+
+
+def test_a_fork_of_four_is_four_cold_runs() -> None:
+    """Each goes on another way, as each may not use one of its parent's tokens."""
+    llm = engine("stored", "kv2", True)
+    prompt = shipped_ids(300)
+    (parent,) = llm.intake.requests(prompt, greedy(60))
+    llm.loop.add(parent)
+    while len(parent.output) < 10:
+        llm.loop.step()
+    start = parent.output[:10]
+    params = [greedy(32, logit_bias={token: -100.0}) for token in dict.fromkeys(start[-4:])]
+    children = llm.intake.branches(parent, params)
+    llm.loop.fork(parent, children)
+    while llm.loop.busy:
+        llm.loop.step()
+    for child, own in zip(children, params, strict=True):
+        (cold,) = llm.generate([prompt + start], replace(own, logprobs=2))
+        Thought(list(cold.token_ids), cold.logprobs).assert_same_but_for_near_ties(child.output)
+    (alone,) = thoughts(llm, [prompt], 60)
+    alone.assert_same_but_for_near_ties(parent.output)
+    llm.check_integrity()
+
+
+def test_a_warm_prefix_is_a_cold_run() -> None:
+    options = {"kv": "kv2", "max_context": 700, "max_batch": 1, "cache_bytes": 1 << 28, "prefill": "window"}
+    warm, cold = (LLM(model("stored"), prefix_cache=cache, **options) for cache in (True, False))
+    prompt = shipped_ids(300)
+    (first,) = warm.generate([prompt], greedy(40))
+    conversation = [*prompt, *first.token_ids, *prompt[:30]]
+    (second,), (again,) = (llm.generate([conversation], greedy(40, logprobs=2)) for llm in (warm, cold))
+    assert second.cached_tokens == len(prompt) + len(first.token_ids) - 1
+    assert again.cached_tokens == 0
+    Thought(list(again.token_ids), again.logprobs).assert_same_but_for_near_ties(list(second.token_ids))
 
 
 def test_a_warm_engine_neither_compiles_nor_allocates() -> None:
