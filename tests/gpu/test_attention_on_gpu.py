@@ -72,10 +72,19 @@ def test_triton_decode(name: str, head_dim: int, group: int) -> None:
 @pytest.mark.parametrize("rule", ["window", "chunk"])
 @pytest.mark.parametrize(
     ("name", "head_dim", "group"),
-    [("kv2", 128, 4), ("kv2", 64, 3), ("kv4", 96, 2), ("k4v2", 128, 8), ("fp8", 128, 1), ("bf16", 128, 4)],
+    [
+        ("kv2", 128, 4),
+        ("kv2", 64, 3),
+        ("kv2", 256, 2),
+        ("kv4", 96, 2),
+        ("k4v2", 128, 8),
+        ("fp8", 128, 1),
+        ("bf16", 128, 4),
+    ],
 )
-def test_triton_prefill(name: str, head_dim: int, group: int, rule) -> None:
+@pytest.mark.parametrize("new", [(300, 1, 257, 64), (10, 1, 16, 2)])
+def test_triton_prefill(name: str, head_dim: int, group: int, rule, new: tuple[int, ...]) -> None:
     cache = GpuCache.of(name, head_dim, 2, group, (0, 100, 700, 2000), room=400, rule=rule, seed=head_dim + group)
-    found, expected = cache.prefill((300, 1, 257, 64), rule)
+    found, expected = cache.prefill(new, rule)
     assert worst_error(found, expected) <= 5e-3
     assert overall_error(found, expected) <= ALLOWED

@@ -34,7 +34,7 @@ HEADS, GROUP = 2, 4
 
 
 def launches(name: str, head_dim: int) -> Iterator[tuple[str, Any, dict[str, Any], int, int]]:
-    """Name, kernel, arguments, warps and stages of a small prefill with all options, and of a large one."""
+    """Name, kernel, arguments, warps and stages of a prefill with all options, and of one without."""
     layout = PageLayout(get_format(name), head_dim)
     calibration = calibrated(layout, HEADS)
     pages = torch.zeros(1, HEADS, layout.record_bytes, dtype=torch.uint8)
@@ -46,12 +46,12 @@ def launches(name: str, head_dim: int) -> Iterator[tuple[str, Any, dict[str, Any
     inputs = AttentionInputs(numbers, numbers, numbers[None], numbers, "chunk")
     prepared = query_memory(q, layer)
     yield "prepare", prepare_kernel, prepare_arguments(q, prepared, layer), prepare_warps(head_dim), 1
-    for rows, window, logits in ((32, 100, torch.zeros(HEADS * GROUP)), (4096, None, None)):
-        blocks = Blocks.of(rows, head_dim)
+    blocks = Blocks.of(head_dim)
+    for kind, window, logits in (("with all", 100, torch.zeros(HEADS * GROUP)), ("plain", None, None)):
         arguments = prefill_arguments(
             prepared, wide, q, layer, inputs, 0.1, blocks, sliding_window=window, sink_logits=logits
         )
-        yield f"prefill {blocks.rows}", prefill_kernel, arguments, blocks.warps, blocks.stages
+        yield f"prefill {kind}", prefill_kernel, arguments, blocks.warps, blocks.stages
 
 
 def main() -> None:

@@ -120,18 +120,18 @@ class GluonTuning:
 def tune_gluon(shape: GluonShape, pages_per_sm: float) -> GluonTuning:
     """Measured on an H200 (docs/kernels/attention.md), for so many pages of codes per multiprocessor in a launch.
 
-    At head_dim 128 and up to four heads, 168 registers beat 128 although twelve warps per multiprocessor then take
-    the place of sixteen: all loads of a page are in flight before the first is used. Where a warp has four pages or
-    fewer, what comes after them counts for as much: with 255 registers there are fewer programs, and thus fewer parts
-    to add up. A mean key is worth two pages at a time, as both share its tensor core step. Eight heads, or head_dim
-    256, have twice the scores or twice the sums, and take all registers for one page.
+    At head_dim 128, 168 registers beat 128 although twelve warps per multiprocessor then take the place of sixteen:
+    all loads of a page are in flight before the first is used. Where a warp has four pages or fewer, what comes after
+    them counts for as much: with 255 registers there are fewer programs, and thus fewer parts to add up. A mean key
+    is worth two pages at a time, as both share its tensor core step; with eight heads it takes all registers for one
+    page, as head_dim 256 does, which has twice the sums.
     """
     if shape.head_dim == 64:
         return GluonTuning(warps=4, registers=128 if shape.tiles == 1 and not shape.mean_pairs else 168)
-    if shape.tiles == 2 or shape.head_dim == 256:
+    if shape.head_dim == 256:
         return GluonTuning(warps=4, registers=255)
     if shape.mean_pairs:
-        return GluonTuning(warps=4, registers=255, pages=2)
+        return GluonTuning(warps=4, registers=255, pages=3 - shape.tiles)
     return GluonTuning(warps=4, registers=255 if pages_per_sm <= _FEW_PAGES_PER_SM else 168)
 
 

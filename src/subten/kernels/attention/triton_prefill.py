@@ -69,13 +69,14 @@ class Blocks:
     stages: int
 
     @classmethod
-    def of(cls, rows: int, head_dim: int) -> Blocks:
-        """For a sequence with so many rows (queries times heads of a group).
+    def of(cls, head_dim: int) -> Blocks:
+        """However few rows there are: 64 of them for eight warps, which then share the tokens of a tile as well, gave
+        wrong sums on an H200 (Triton 3.6).
 
         Two warpgroups share a tile, which halves the work of dequantising for each. At head_dim 256 neither the
         registers have room for 128 rows nor, on all GPUs, the shared memory for a second tile.
         """
-        return cls(128 if rows > 64 and head_dim <= 128 else 64, 8, 2 if head_dim <= 128 else 1)
+        return cls(128, 8, 2) if head_dim <= 128 else cls(64, 4, 1)
 
 
 def attend_prefill(
@@ -108,7 +109,7 @@ def attend_prefill(
     longest = max((step.end - step.start for step in inputs.sequences), default=0) * group
     if not longest:
         return out
-    blocks = Blocks.of(longest, q.shape[2])
+    blocks = Blocks.of(q.shape[2])
     prepared = query_memory(q, layer)
     arguments = prepare_arguments(q, prepared, layer)
     prepare_kernel[(triton.cdiv(arguments["rows"], arguments["ROWS"]), layer.pages.shape[2])](
