@@ -86,7 +86,7 @@ def test_as_many_steps_are_under_way_as_have_room() -> None:
     assert stages(2048, 4096, 1) == 8, "all of them"
     assert stages(2048, 4096, 8) == 6
     assert stages(5120, 2048, 8) == 4
-    assert stages(6144, 4096, 8) == 5
+    assert stages(6144, 4096, 8) == 4
     assert stages(151_936, 2048, 8) == 2
 
 
@@ -112,9 +112,7 @@ def test_memory_that_the_copy_engine_can_read() -> None:
     of_tokens = "it takes tokens that begin at multiples of 16 bytes"
     wide = rows(3, 512)
     assert gluon_refusal(wide[:, 4:260], weights) == of_tokens
-    assert (
-        gluon_refusal(torch.empty(3 * 260, dtype=torch.bfloat16).as_strided((3, 256), (260, 1)), weights) == of_tokens
-    )
+    assert gluon_refusal(rows(3, 260)[:, :256], weights) == of_tokens
     assert gluon_refusal(wide[:, 8:264], weights) is None
 
 

@@ -1,7 +1,7 @@
 """Compile the kernels of `kv_append` for GPUs, in a process where Triton does not interpret them.
 
-Prints, as JSON, [capability, kernel, registers, spilled bytes, whether it waits for the kernel before and lets the next
-one begin] of each; the only argument is a folder to work in.
+Prints, as JSON, [capability, kernel, registers, spilled bytes, whether it waits for the kernel before and lets the
+next one begin] of each; the only argument is a folder to work in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compile the Gluon linear kernel for sm_90. As compile_linear.py; arguments are OUTPUTSxINPUTS/WEIGHTS/TOKENS/EXTRAS."""
+"""Compile the Gluon linear kernel for sm_90. As compile_linear.py, without the capability in an argument."""
 
 from __future__ import annotations
 
