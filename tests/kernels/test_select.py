@@ -64,7 +64,8 @@ def test_the_choice_and_its_reasons_are_logged(prefer, caplog):
     with caplog.at_level(logging.INFO, logger="subten.kernels.select"):
         select_kernels(CPU)
     assert "rope on cpu: torch" in caplog.messages
-    assert "linear on cpu: torch (not triton: it is written for cuda devices)" in caplog.messages
+    passed_over = "(not gluon: it is written for cuda devices) (not triton: it is written for cuda devices)"
+    assert f"linear on cpu: torch {passed_over}" in caplog.messages
     (line,) = (message for message in caplog.messages if message.startswith("rms_norm"))
     assert line == (
         "rms_norm on cpu: torch (not for_cuda: it is written for cuda devices) (not broken: no compiler was found)"
@@ -174,6 +175,38 @@ def test_a_request_is_refused_before_a_model_is_loaded_where_no_format_could_hel
         with pytest.raises(KernelUnavailableError, match=message):
             select_kernels(CPU, {"cached_attention": name})
     assert "cached_attention" not in select_kernels(CPU, {"cached_attention": "torch"}).chosen
+
+
+# --- linear layers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "chosen", "reason"),
+    [
+        ((9, 0), torch.bfloat16, "gluon", None),
+        ((9, 0), None, "gluon", None),
+        ((8, 0), torch.float16, "triton", "not gluon: it is written for compute capability 9.0"),
+        ((8, 9), torch.bfloat16, "triton", "not gluon: it is written for compute capability 9.0"),
+        ((10, 0), torch.bfloat16, "triton", "not gluon: it is written for compute capability 9.0"),
+        ((7, 5), torch.float16, "torch", "not triton: it needs compute capability 8.0 or more"),
+        ((9, 0), torch.float32, "torch", "not gluon: it multiplies in 16 bit, and the model in float32"),
+    ],
+)
+def test_the_linear_layers_of_a_gpu(gpu, caplog, capability, dtype, chosen, reason):
+    gpu(*capability)
+    cuda = torch.device("cuda")
+    with caplog.at_level(logging.INFO, logger="subten.kernels.select"):
+        kernels = select_kernels(cuda, dtype=dtype)
+    assert kernels.chosen["linear"] == chosen
+    assert "linear" not in kernels.uncapturable
+    (line,) = (line for line in caplog.messages if line.startswith("linear on cuda"))
+    assert line.startswith(f"linear on cuda: {chosen}")
+    assert reason is None or reason in line
+    if chosen == "gluon":
+        assert select_kernels(cuda, {"linear": "triton"}, dtype=dtype).chosen["linear"] == "triton"
+    else:
+        with pytest.raises(KernelUnavailableError, match="no linear kernel can run on cuda: not gluon: it "):
+            select_kernels(cuda, {"linear": "gluon"}, dtype=dtype)
 
 
 # --- mixtures of experts -----------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Compile the kernels of `kv_append` for GPUs, in a process where Triton does not interpret them.
 
-Prints, as JSON, [capability, kernel, registers, spilled bytes] of each; the only argument is a folder to work in.
+Prints, as JSON, [capability, kernel, registers, spilled bytes, whether it waits for the kernel before and lets the
+next one begin] of each; the only argument is a folder to work in.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from subten.kernels.attention.triton_append import append_arguments, append_kern
 from subten.kernels.attention.triton_encode import Tile, encode_arguments, encode_kernel, side_arguments
 from subten.kernels.rope import RopeSpec, rope_table
 from support.attention import calibrated
+from support.compile_decode import opcode
 from support.device_code import compile_kernel
 from support.kv import CPU
 
@@ -62,8 +64,11 @@ def main() -> None:
     folder, results = Path(sys.argv[1]), []
     for name, kernel, arguments, warps in launches():
         for capability in (80, 90, 100) if name.endswith(" 3") else (90,):
+            if "OVERLAP" in arguments:
+                arguments["OVERLAP"] = capability >= 90
             code = compile_kernel(kernel, arguments, warps, capability, folder, fp_fusion=False)
-            results.append([capability, name, code.registers, code.spilled])
+            overlaps = {"ACQBULK", "PREEXIT"} <= {opcode(text) for _, text in code.sass}
+            results.append([capability, name, code.registers, code.spilled, overlaps])
     print(json.dumps(results))
 
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from subten.kernels.linear.inputs import LinearWeights, NormWeights
 from subten.kernels.linear.plan import LANES, LinearShape, tune_linear
@@ -42,9 +43,11 @@ class Compiled:
     addends: int
 
 
-def compile_one(name: str, folder: Path) -> Compiled:
-    """See above."""
-    size, kind, tokens, extras, capability = name.split("/")
+def operands(
+    name: str,
+) -> tuple[Tensor, LinearWeights, Tensor, NormWeights | None, Tensor | None, Tensor | None]:
+    """Tokens, weights, result, norm, tokens after it, and residual, of OUTPUTSxINPUTS/WEIGHTS/TOKENS/EXTRAS."""
+    size, kind, tokens, extras = name.split("/")[:4]
     (outputs, inputs), count = map(int, size.split("x")), int(tokens)
     dtype = {"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp16": torch.float16}[kind]
     wide = torch.bfloat16 if kind == "fp8" else dtype
@@ -57,7 +60,15 @@ def compile_one(name: str, folder: Path) -> Compiled:
     norm = NormWeights(unbacked(inputs, dtype=wide), 1e-6) if "norm" in extras else None
     normed = torch.zeros_like(x) if "normed" in extras else None
     residual = torch.zeros_like(out) if "residual" in extras else None
-    tuning = tune_linear(LinearShape(inputs, outputs, dtype.itemsize), count, SMS)
+    return x, weights, out, norm, normed, residual
+
+
+def compile_one(name: str, folder: Path) -> Compiled:
+    """See above."""
+    x, weights, out, norm, normed, residual = operands(name)
+    capability = name.rpartition("/")[2]
+    shape = LinearShape(x.shape[1], out.shape[1], weights.weight.itemsize)
+    tuning = tune_linear(shape, len(x), SMS)
     arguments = linear_arguments(x, weights, out, tuning, norm, normed, residual, 1.0)
     code = compile_kernel(linear_kernel, arguments, LANES, int(capability), folder, fp_fusion=True)
     loops = [Counter(map(opcode, lines)) for lines in code.loops()]

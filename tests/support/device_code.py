@@ -22,13 +22,14 @@ _DIVISIBLE = [["tt.divisibility", 16]]
 
 @dataclass(frozen=True)
 class DeviceCode:
-    """Registers of a thread, bytes of memory where they did not suffice, address and text of each instruction, and
-    what they were made of, in Triton's own terms."""
+    """Registers of a thread, bytes of memory where they did not suffice, address and text of each instruction, what
+    they were made of, in Triton's own terms, and bytes of shared memory of a program."""
 
     registers: int
     spilled: int
     sass: tuple[tuple[int, str], ...]
     ttir: str
+    shared: int = 0
 
     def loops(self) -> list[list[str]]:
         """The instructions of each loop, from where a branch goes back to up to the branch."""
@@ -92,7 +93,8 @@ def compile_kernel(
         "enable_fp_fusion": fp_fusion,
         "maxnreg": max_registers,
     }
-    code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    code = compiled.asm
     file = folder / "kernel.cubin"
     file.write_bytes(code["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -105,7 +107,7 @@ def compile_kernel(
     assert stack is not None
     instructions = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", listing)
     sass = tuple((int(at, 16), text) for at, text in instructions)
-    return DeviceCode(int(registers[1]), int(stack[1]), sass, code.get("ttir", ""))
+    return DeviceCode(int(registers[1]), int(stack[1]), sass, code.get("ttir", ""), compiled.metadata.shared)
 
 
 def quicken_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

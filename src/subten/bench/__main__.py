@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from subten.bench.commands import MISSING_FIGURES, itl, latency, report
+from subten.bench.linear_session import LinearOptions, run_linear
 from subten.bench.moe_session import MoEOptions, run_moe
 from subten.bench.session import AttentionOptions, MeanKeys, run_attention
 from subten.errors import SubtenError
@@ -118,6 +119,31 @@ def moe(
         replays=replays,
     )
     if not run_moe(options, json, peer or [], tuned, commit):
+        raise typer.Exit(MISSING_FIGURES)
+
+
+@app.command()
+def linear(
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    sizes: Annotated[
+        str,
+        typer.Option(
+            help="Layers, OUTPUTSxINPUTS[+norm][+normed][+residual], separated by commas "
+            "[default: those of mix-32b-a9b and qwen3-30b-a3b]."
+        ),
+    ] = "",
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens, separated by commas.")] = "1,8,16,32",
+    weights: Annotated[str, typer.Option(help="bf16, fp8, separated by commas.")] = "bf16,fp8",
+    kernels: Annotated[str, typer.Option(help="gluon, triton, separated by commas.")] = "gluon,triton",
+    replays: Annotated[int, typer.Option(min=20, help="Replays of each graph.")] = 25,
+    commit: Annotated[str | None, typer.Option(help="Commit of the source, where git can't tell.")] = None,
+) -> None:
+    """Linear layers of a decode step in one launch, with norm and residual, beside torch's products alone.
+
+    Every kernel is compared with float64 first; without that there is no figure.
+    """
+    options = LinearOptions.parse(sizes=sizes, tokens=tokens, weights=weights, kernels=kernels, replays=replays)
+    if not run_linear(options, json, commit):
         raise typer.Exit(MISSING_FIGURES)
 
 

@@ -7,13 +7,12 @@ from functools import partial
 
 import torch
 
-from subten.bench.attention import Timer
 from subten.bench.caches import BenchCache, NewTokens, build_cache, random_calibration
 from subten.bench.checks import relative_error
 from subten.bench.machine import first_line, require_sound_device
 from subten.bench.report import AppendRow
 from subten.bench.shapes import Shape
-from subten.bench.timing import REPLAYS, Call, time_calls
+from subten.bench.timing import REPLAYS, Call, Timer, time_calls
 from subten.errors import NumericalError, SubtenError
 from subten.formats import PAGE_SIZE, KVFormat, PageLayout
 from subten.formats.codec import decode_keys, decode_values, reconstruct_keys, reconstruct_values, through_records

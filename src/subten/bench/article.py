@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from subten.bench.linear_report import KERNELS as LINEAR_KERNELS
 from subten.bench.published import Measured, Published, Row
 from subten.bench.shapes import MAIN_CONTEXT, context_name
 from subten.formats import CacheGeometry, PageLayout, get_format
@@ -29,6 +30,7 @@ def render(found: Published) -> str:
         _profiles(found.steps),
         _itl(found.itl),
         _moe(found.moe),
+        _linear(found.linear),
         _attention(found.attention),
     ]
     written = [section for section in sections if section]
@@ -263,6 +265,46 @@ def _moe(measured: Measured) -> str:
     )
 
 
+def _linear(measured: Measured) -> str:
+    rows = drawn_linear(measured)
+    if not rows:
+        return ""
+    lines = [
+        [
+            row["layer"],
+            f"{row['outputs']}x{row['inputs']}",
+            row["weights"],
+            row["kernel"],
+            str(row["tokens"]),
+            f"{row['us']:.2f} ({row['us_p10']:.2f}, {row['us_p90']:.2f})",
+            f"{row['floor_us']:.2f}",
+            f"{row['share']:.0%}",
+            _figure(row["peer_us"], ".2f"),
+            row["peer"] or "",
+            _figure(row["ratio"], ".2f"),
+        ]
+        for row in rows
+    ]
+    head = [
+        "layer",
+        "outputs x inputs",
+        "weights",
+        "kernel",
+        "tokens",
+        "us (p10, p90)",
+        "floor us",
+        "share",
+        "peer us",
+        "fastest peer",
+        "peer/ours",
+    ]
+    text = (
+        "One layer in one launch, with its norm or residual, in a chain of its copies. The floor is reading weights "
+        "and tokens. Peers compute the product alone."
+    )
+    return "\n\n".join(["### Linear layers", text, _table(head, lines, names=4), _provenance(measured)])
+
+
 def _attention(measured: Measured) -> str:
     rows = [row for row in measured.rows if row["us"] is not None and row["context"] == MAIN_CONTEXT]
     if not rows:
@@ -313,6 +355,19 @@ def drawn_steps(measured: Measured) -> list[Row]:
 def drawn_moe(measured: Measured) -> list[Row]:
     """All blocks that have a figure."""
     return [row for row in measured.rows if row["us"] is not None]
+
+
+def drawn_linear(measured: Measured) -> list[Row]:
+    """Of each layer and number of tokens the kernel that is chosen, of those that have a figure."""
+    rows = [row for row in measured.rows if row["us"] is not None]
+    found: dict[Any, Row] = {}
+    for row in sorted(rows, key=lambda row: LINEAR_KERNELS.index(row["kernel"])):
+        found.setdefault(_linear_case(row), row)
+    return [row for row in rows if found[_linear_case(row)] is row]
+
+
+def _linear_case(row: Row) -> tuple[Any, ...]:
+    return tuple(row[part] for part in ("layer", "outputs", "inputs", "tokens", "weights"))
 
 
 def drawn_attention(measured: Measured) -> list[Row]:

@@ -26,7 +26,7 @@ from subten.bench.machine import Machine, first_line, require_sound_device
 from subten.bench.peers import Peers, measure_peers
 from subten.bench.report import AttentionRow
 from subten.bench.shapes import Case, Shape
-from subten.bench.timing import REPLAYS, Call, Timing, copies_past, time_calls
+from subten.bench.timing import REPLAYS, Timer, Timing, copies_past, time_calls
 from subten.errors import CacheMemoryError, KernelUnavailableError, NumericalError
 from subten.formats import PAGE_SIZE, KVFormat, PageLayout
 from subten.kernels.attention.cost import attention_bytes
@@ -36,7 +36,6 @@ _RAGGED = (1, 64, 193, 256, 257, 320, 700)
 
 Append = Callable[..., Any]
 """`append_decode`: (q, k, v, layer, inputs) to the queries as a decode kernel takes them."""
-Timer = Callable[[Sequence[Call], int], Timing]
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from subten.errors import NumericalError
+from subten.bench.machine import first_line, require_sound_device
+from subten.bench.timing import Timing
+from subten.errors import NumericalError, SubtenError
 
 ALLOWED = 2e-3
 """Relative error of an attention kernel over the cache, its result in fp16."""
@@ -33,3 +35,18 @@ def require(pairs: Sequence[tuple[Tensor, Tensor]], allowed: float) -> float:
     if wrong:
         raise NumericalError(f"relative error {wrong[0]:.1e} against the torch reference; {allowed:.0e} is allowed")
     return max(errors)
+
+
+def attempt(measure: Callable[[], tuple[Timing, float]]) -> tuple[Timing | None, float | None, str | None]:
+    """Time and error, or the reason why there is none.
+
+    Raises:
+        KernelUnavailableError: the device does not work any more.
+    """
+    try:
+        return *measure(), None
+    except SubtenError as refusal:
+        return None, None, str(refusal)
+    except Exception as failure:  # whatever a compiler or a driver raises: the other rows are still wanted
+        require_sound_device(failure)
+        return None, None, f"{type(failure).__name__}: {first_line(failure)}"

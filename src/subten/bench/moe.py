@@ -6,19 +6,16 @@ import json
 import math
 import runpy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing import get_context
-from os import cpu_count
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subten.bench.checks import ALLOWED_FP8, require
-from subten.bench.machine import Machine, first_line, require_sound_device
+from subten.bench.checks import ALLOWED_FP8, attempt, require
+from subten.bench.machine import Machine, first_line
 from subten.bench.moe_cases import (
     DEMO,
     MODELS,
@@ -31,9 +28,10 @@ from subten.bench.moe_cases import (
 )
 from subten.bench.moe_kernels import Kernel, Plan, Variant, compile_launch, cut_copy, make_plan, module_of, read_plan
 from subten.bench.moe_report import MoERow
-from subten.bench.timing import REPLAYS, Call, Timing, time_calls
+from subten.bench.processes import in_processes
+from subten.bench.timing import REPLAYS, Call, Timer, Timing, time_calls
 from subten.bench.unfused_fp8 import moe_unfused_fp8
-from subten.errors import StorageError, SubtenError
+from subten.errors import StorageError
 from subten.kernels.moe import Experts, MoEWeights
 from subten.kernels.moe.packing import wide_down, wide_gate_up
 from subten.kernels.moe.plan import Activations, MoEShape
@@ -43,12 +41,10 @@ from subten.kernels.moe.unfused import all_down, all_gate_up, moe_unfused
 EXACT = 2e-3
 ALLOWED: Mapping[Activations, float] = {"16bit": EXACT, "fp8x2": EXACT, "fp8": 6e-2}
 """Relative error, the result in float32."""
-_MAX_PROCESSES = 15
 UNFUSED = "unfused bf16"
 
 Peer = Callable[[MoEWeights, Tensor, Tensor], Call]
 """(weights, tokens, logits) to a call that returns the output [tokens, hidden]."""
-Timer = Callable[[Sequence[Call], int], Timing]
 
 
 @dataclass(frozen=True)
@@ -129,7 +125,7 @@ class MoEBench:
         exact = reference(problem.layers[0], problem.x[0], problem.logits[0])
         times, reasons = self._measure_peers(case, problem, exact)
         for variant in wanted:
-            timing, error, reason = self._attempt(partial(self._measure, case, variant, problem, exact))
+            timing, error, reason = attempt(partial(self._measure, case, variant, problem, exact))
             notes = [*([reason] if reason else []), *reasons]
             yield make_row(case, variant, problem, timing, error, times, "; ".join(notes) or None, self.machine)
 
@@ -184,22 +180,12 @@ class MoEBench:
                 assert isinstance(result, Tensor)
                 return self.timer(calls, self.replays), require([(result, exact)], ALLOWED_FP8)
 
-            timing, _, reason = self._attempt(measure)
+            timing, _, reason = attempt(measure)
             if timing is not None:
                 times[name] = timing.us
             else:
                 reasons.append(f"{name}: {reason}")
         return times, reasons
-
-    def _attempt(self, measure: Callable[[], tuple[Timing, float]]) -> tuple[Timing | None, float | None, str | None]:
-        """Time and error, or the reason why there is none."""
-        try:
-            return *measure(), None
-        except SubtenError as refusal:
-            return None, None, str(refusal)
-        except Exception as failure:  # whatever a compiler or a driver raises: the other rows are still wanted
-            require_sound_device(failure)
-            return None, None, f"{type(failure).__name__}: {first_line(failure)}"
 
 
 def reference(weights: MoEWeights, x: Tensor, logits: Tensor) -> Tensor:
@@ -299,12 +285,7 @@ def compile_moe_ahead(
 ) -> str:
     """Compile every plan for outputs of these types in processes of their own, as many as are done in so many
     seconds; what came of it, as a line for people. Failures are not told here: the measurement meets them again."""
-    processes = max(1, min(len(tasks), cpu_count() or 1, _MAX_PROCESSES))
-    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
-    jobs = [pool.submit(_compile, case, plan, outputs) for case, plan in tasks]
-    done, _ = wait(jobs, seconds)
-    pool.shutdown(cancel_futures=True)
-    return f"compiled ahead for {len(done)} of {len(tasks)} launches in {processes} processes"
+    return in_processes([partial(_compile, case, plan, outputs) for case, plan in tasks], seconds)
 
 
 def _compile(case: MoECase, plan: Plan, outputs: Sequence[torch.dtype]) -> None:

@@ -13,7 +13,8 @@ from subten.errors import StorageError
 Row = Mapping[str, Any]
 Machine = Mapping[str, Any]
 
-_LATENCY, _ITL, _MOE, _ATTENTION = "latency*_h200.json", "itl*_h200.json", "moe*_h200.json", "attention_h200.json"
+_LATENCY, _ITL, _MOE, _LINEAR = "latency*_h200.json", "itl*_h200.json", "moe*_h200.json", "linear*_h200.json"
+_ATTENTION = "attention_h200.json"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Published:
         largest: `LargestRow`s.
         itl: `ItlRow`s.
         moe: `MoERow`s.
+        linear: `LinearRow`s.
         attention: `AttentionRow`s.
     """
 
@@ -45,6 +47,7 @@ class Published:
     largest: Measured
     itl: Measured
     moe: Measured
+    linear: Measured
     attention: Measured
 
     @classmethod
@@ -59,6 +62,7 @@ class Published:
         latency = [_content(path) for path in sorted(folder.glob(_LATENCY))]
         itl = [_content(path) for path in sorted(folder.glob(_ITL))]
         moe = [_content(path) for path in sorted(folder.glob(_MOE))]
+        linear = [_content(path) for path in sorted(folder.glob(_LINEAR))]
         attention = [_content(path) for path in sorted(folder.glob(_ATTENTION))]
         return cls(
             _merged(
@@ -79,6 +83,12 @@ class Published:
                 moe,
                 "moe",
                 ("shape", "tokens", "weights", "kernel", "activations", "sums"),
+                lambda r: r["us"] is not None,
+            ),
+            _merged(
+                linear,
+                "linear",
+                ("layer", "outputs", "inputs", "tokens", "weights", "kernel"),
                 lambda r: r["us"] is not None,
             ),
             _merged(

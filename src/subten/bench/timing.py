@@ -35,6 +35,10 @@ class Timing:
         return cls(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
 
 
+Timer = Callable[[Sequence[Call], int], Timing]
+"""As `time_calls`: of calls that are right, given the number of replays."""
+
+
 def copies_past(cache_bytes: int, nbytes: int) -> int:
     """How many buffers of `nbytes` to rotate, so that none is in a cache of this size when its turn comes.
 
