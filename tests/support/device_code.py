@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,12 @@ def compile_kernel(
 
 
 def quicken_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let device functions find the language as their kernel has it. The interpreter makes it interpretable anew at
-    every call of one, which takes longer than the call; for those of the language itself, once in a test is enough."""
+    """Leave out what the interpreter does over and over.
+
+    Device functions find the language as their kernel has it: it makes it interpretable anew at every call of one,
+    which takes longer than the call. For those of the language itself, once in a test is enough. It computes whether
+    integers overflow, and looks at the outcome in debug mode only.
+    """
     prepared: set[str] = set()
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,3 +125,6 @@ def quicken_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         return self.rewrite()(*args, **kwargs)
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
