@@ -4,14 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: demo test test-gpu test-server lint format clean
+.PHONY: demo test pytest test-gpu test-server lint format clean
 
 demo: $(VENV)/.run
 	$(BIN)/subten demo demo-moe
 
-# One thread for each process: two that share two cores wait for each other's threads.
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+test: lint pytest
+
+# Three processes for two cores: tests of sandboxes and servers mostly wait. One thread for each: processes that share
+# cores wait for each other's threads.
+pytest: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3
 
 test-gpu: $(VENV)/.dev
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu tests/gpu
@@ -37,9 +40,10 @@ $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) -e .
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.run
+# All of `.run` with it: installed one after the other, both are resolved and built.
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) -e '.[dev]'
-	touch $@
+	touch $(VENV)/.run $@
 
 $(VENV)/.external: $(VENV)/.dev
 	$(PIP) -e '.[external]'

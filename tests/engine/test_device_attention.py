@@ -86,7 +86,7 @@ def test_prompts_layer_by_layer_beside_a_stream_that_is_saved_and_put_back(model
     """What a step keeps from one layer to the next must outlive the steps of others in between."""
     answers = []
     for attention in ("torch", "triton"):
-        llm = engine(model, "kv4", attention, itl_budget_ms=0.001)
+        llm = engine(model, "fp8", attention, itl_budget_ms=0.001)
         (stream,) = llm.intake.requests(text(30), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
         llm.loop.add(stream)
         while not stream.output:
@@ -99,7 +99,7 @@ def test_prompts_layer_by_layer_beside_a_stream_that_is_saved_and_put_back(model
         llm._scheduler.preempt(stream)
         while llm.loop.busy:
             llm.loop.step()
-        whole = engine(model, "kv4", attention)
+        whole = engine(model, "fp8", attention)
         alone = [whole.generate(list(r.prompt), r.params)[0].token_ids for r in (stream, prompt)]
         assert [tuple(stream.output), tuple(prompt.output)] == alone
         answers.append(alone)

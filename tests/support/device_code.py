@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +74,10 @@ def compile_kernel(
     fp_fusion: bool,
     stages: int = 3,
     max_registers: int | None = None,
+    listed: bool = True,
 ) -> DeviceCode:
-    """Compile for a GPU of this compute capability as a launch with these arguments would."""
+    """Compile for a GPU of this compute capability as a launch with these arguments would. Instructions are there
+    only where they are `listed`, which takes half a second."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
@@ -98,26 +100,33 @@ def compile_kernel(
     file = folder / "kernel.cubin"
     file.write_bytes(code["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    usage, listing = (
-        subprocess.run([tool, option, file], check=True, capture_output=True, text=True).stdout
-        for option in ("-res-usage", "-sass")
-    )
-    registers, stack = (re.search(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
+    options_of_tool = ["-res-usage", "-sass"] if listed else ["-res-usage"]
+    about = subprocess.run([tool, *options_of_tool, file], check=True, capture_output=True, text=True).stdout
+    registers, stack = (re.search(rf"{name}:(\d+)", about) for name in ("REG", "STACK"))
     assert registers is not None
     assert stack is not None
-    instructions = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", listing)
+    instructions = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", about)
     sass = tuple((int(at, 16), text) for at, text in instructions)
     return DeviceCode(int(registers[1]), int(stack[1]), sass, code.get("ttir", ""), compiled.metadata.shared)
 
 
 def quicken_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let device functions find the language as their kernel has it. The interpreter makes it interpretable anew at
-    every call of one, which takes longer than the call."""
-    original = interpreter.InterpretedFunction.__call__
+    """Leave out what the interpreter does over and over.
+
+    Device functions find the language as their kernel has it: it makes it interpretable anew at every call of one,
+    which takes longer than the call. For those of the language itself, once in a test is enough. It computes whether
+    integers overflow, and looks at the outcome in debug mode only.
+    """
+    prepared: set[str] = set()
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.fn.__module__.startswith("triton."):
-            return original(self, *args, **kwargs)
+        module = self.fn.__module__
+        if module.startswith("triton.") and module not in prepared:
+            interpreter._patch_lang(self.fn)
+            prepared.add(module)
         return self.rewrite()(*args, **kwargs)
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
