@@ -21,10 +21,12 @@ import errno
 import fcntl
 import functools
 import json
+import mmap
 import os
 import resource
 import select
 import signal
+import socket
 import stat
 import struct
 import sys
@@ -44,7 +46,14 @@ _WIDE_PIPE = 1 << 20
 _SET_DUMPABLE, _SET_NO_NEW_PRIVS = 4, 38  # linux/prctl.h
 _ADD_ENTROPY, _RESEED = 0x40085203, 0x5207  # linux/random.h: RNDADDENTROPY, RNDRESEEDCRNG
 
+_SHELL = ["/bin/sh", "-c"]
+_READ_AT_START = ("LD_", "GLIBC_", "MALLOC_")
+"""Variables that the loader and the C library have read before a shell waits."""
+_ID = struct.Struct("i")
+
 Fingerprint = tuple[int, ...]
+Files = tuple[int, int, int]
+"""Standard input, output and error of a command."""
 
 
 class HostGoneError(Exception):
@@ -116,10 +125,11 @@ class Stream:
 class Agent:
     """Answers one request after the other until the host is gone."""
 
-    def __init__(self, stream: Stream, user: int) -> None:
+    def __init__(self, stream: Stream, user: int, shell: WaitingShell) -> None:
         """Work for the host behind `stream`; what is run has that user and group id."""
         self._stream = stream
         self._user = user
+        self._shell = shell
         self._baseline: dict[str, Fingerprint] = {}
         # Readable whenever a child has ended.
         self._woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -142,6 +152,7 @@ class Agent:
 
     def serve(self) -> NoReturn:
         """Never returns; raises HostGoneError."""
+        self._shell.start()
         self._stream.send(b"r", b"{}")
         while True:
             ready = self._wait()
@@ -152,6 +163,7 @@ class Agent:
             kind, payload = self._stream.receive()
             if kind == b"q":
                 self._answer(json.loads(payload))
+                self._shell.start()
             # Anything else is left over from a request that has ended, such as `k` for a command that was quicker.
 
     def _wait(self) -> list[int]:
@@ -174,39 +186,16 @@ class Agent:
         stdin = self._input()
         out, out_end = os.pipe2(os.O_CLOEXEC)
         err, err_end = os.pipe2(os.O_CLOEXEC)
+        outputs = {out: _Output(b"1"), err: _Output(b"2")}
         began = time.monotonic()
         try:
             os.chdir(request["cwd"])
-            child = os.posix_spawn(
-                request["argv"][0],
-                request["argv"],
-                request["env"],
-                file_actions=(
-                    (os.POSIX_SPAWN_DUP2, stdin, 0),
-                    (os.POSIX_SPAWN_DUP2, out_end, 1),
-                    (os.POSIX_SPAWN_DUP2, err_end, 2),
-                ),
-                resetids=True,
-                setsid=True,
-                setsigmask=(),
-                setsigdef=(signal.SIGPIPE, signal.SIGCHLD),
-                scheduler=(os.SCHED_OTHER, _PRIORITY),
-            )
-        except OSError as error:
-            os.close(out)
-            os.close(err)
-            raise OSError(error.errno, error.strerror, error.filename or request["argv"][0]) from None
+            status, killed = self._follow(request, (stdin, out_end, err_end), outputs)
         finally:
-            os.close(out_end)
-            os.close(err_end)
+            for descriptor in (out, out_end, err, err_end):
+                os.close(descriptor)
             if stdin != self._nothing:
                 os.close(stdin)
-        outputs = {out: _Output(b"1"), err: _Output(b"2")}
-        try:
-            status, killed = self._follow(child, outputs, request["output_bytes"])
-        finally:
-            os.close(out)
-            os.close(err)
         return {
             "exit_code": os.waitstatus_to_exitcode(status),
             "killed": killed,
@@ -214,11 +203,12 @@ class Agent:
             "seconds": time.monotonic() - began,
         }
 
-    def _follow(self, child: int, outputs: dict[int, _Output], budget: int) -> tuple[int, bool]:
-        """Pass output on until the command ends, what background processes still hold open not awaited."""
+    def _follow(self, request: dict[str, Any], files: Files, outputs: dict[int, _Output]) -> tuple[int, bool]:
+        """Start a command and pass output on until it ends, what background processes still hold open not awaited."""
+        budget = request["output_bytes"]
         status: int | None = None
         killed = False
-        followed = set(outputs)
+        child = 0 if self._shell.give(request, files) else _spawn(request, files)
         for descriptor in outputs:
             os.set_blocking(descriptor, False)
             self._poller.register(descriptor, select.POLLIN)
@@ -227,27 +217,29 @@ class Agent:
                 self._stream.flush()
                 for descriptor in self._wait():
                     if descriptor == self._woken:
-                        status = self._reap().get(child)
+                        ended = self._reap()
+                        child = child or self._shell.child
+                        if child:
+                            status = ended.get(child)
+                        elif killed:
+                            status = signal.SIGKILL
+                        elif not self._shell.process:
+                            child = _spawn(request, files)
                     elif descriptor in outputs:
-                        sent, ended = outputs[descriptor].forward(descriptor, self._stream, budget)
-                        budget -= sent
-                        if ended:
-                            followed.remove(descriptor)
-                            self._poller.unregister(descriptor)
+                        budget -= outputs[descriptor].forward(descriptor, self._stream, budget)
                     else:
                         killed = self._stream.receive()[0] == b"k" or killed
                         if killed:
                             os.kill(-1, signal.SIGKILL)
+                            self._shell.process = 0
         finally:
-            for descriptor in followed:
+            for descriptor in outputs:
                 self._poller.unregister(descriptor)
-        for descriptor in followed:
+        for descriptor, output in outputs.items():
             # What is in the pipe when the command has ended belongs to it; more than one pipe holds does not.
-            output = outputs[descriptor]
             for _ in range(_pipe_size(descriptor) // CHUNK + 1):
-                sent, ended = output.forward(descriptor, self._stream, budget)
-                budget -= sent
-                if ended or output.idle:
+                budget -= output.forward(descriptor, self._stream, budget)
+                if output.idle:
                     break
         if killed:
             self._bury()
@@ -270,6 +262,8 @@ class Agent:
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 ended[found[0]] = found[1]
+        if self._shell.process in ended:
+            self._shell.process = 0
         return ended
 
     # Files
@@ -404,6 +398,72 @@ class Agent:
         return file
 
 
+class WaitingShell:
+    """A shell that was started ahead of its commands, each of which runs in a copy of it; see shell.c.
+
+    It is one of the processes that commands can kill. Whatever has become of it, a command that it did not start is
+    started by the agent, and the next one is started after the answer.
+
+    Attributes:
+        process: its id; 0 where none waits.
+    """
+
+    def __init__(self, library: str | None) -> None:
+        """`library`: shell.c, compiled. Without it no shell waits."""
+        self.process = 0
+        self._library = library
+        self._shared = os.memfd_create("child")
+        os.ftruncate(self._shared, mmap.PAGESIZE)
+        self._page = mmap.mmap(self._shared, mmap.PAGESIZE)
+        self._channel, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def start(self) -> None:
+        """Start one where none waits."""
+        if self.process or self._library is None:
+            return
+        self._channel.close()
+        self._channel, its_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its_channel, contextlib.suppress(OSError):
+            request = {"argv": [*_SHELL, ""], "env": {"LD_PRELOAD": self._library}}
+            self.process = _spawn(request, (its_channel.fileno(), self._shared, 2))
+
+    def give(self, request: dict[str, Any], files: Files) -> bool:
+        """Hand a command over. It was, or will be, started if `child` says so before `process` is 0."""
+        *shell, command = request["argv"]
+        variables = [f"{name}={value}" for name, value in request["env"].items()]
+        if not self.process or shell != _SHELL or any(text.startswith(_READ_AT_START) for text in variables):
+            return False
+        message = os.fsencode("\0".join((request["cwd"], *shell, command, *variables, "")))
+        self._page[: _ID.size] = bytes(_ID.size)
+        try:
+            os.kill(self.process, signal.SIGCONT)  # where a command has stopped it
+            socket.send_fds(self._channel, [message], files)
+        except OSError:
+            return False  # it has just ended, or the message is too long
+        return True
+
+    @property
+    def child(self) -> int:
+        """The process that runs the command given last; 0 where it has not been started."""
+        process: int = _ID.unpack_from(self._page)[0]
+        return process
+
+
+def _spawn(request: dict[str, Any], files: Files) -> int:
+    """Start a program with these files as its 0, 1 and 2. Returns its id."""
+    return os.posix_spawn(
+        request["argv"][0],
+        request["argv"],
+        request["env"],
+        file_actions=[(os.POSIX_SPAWN_DUP2, file, number) for number, file in enumerate(files)],
+        resetids=True,
+        setsid=True,
+        setsigmask=(),
+        setsigdef=(signal.SIGPIPE, signal.SIGCHLD),
+        scheduler=(os.SCHED_OTHER, _PRIORITY),
+    )
+
+
 class _Output:
     """One of the two output streams of a command."""
 
@@ -413,8 +473,8 @@ class _Output:
         self.idle = False
         self._wide = False
 
-    def forward(self, descriptor: int, stream: Stream, budget: int) -> tuple[int, bool]:
-        """Pass on what is there. Returns the bytes sent, at most `budget`, and whether the stream has ended.
+    def forward(self, descriptor: int, stream: Stream, budget: int) -> int:
+        """Pass on what is there. Returns the bytes sent, at most `budget`.
 
         Beyond the budget bytes are counted and moved away without being looked at.
         """
@@ -434,9 +494,9 @@ class _Output:
                 count, sent = os.splice(descriptor, _nowhere(), 1 << 20, flags=os.SPLICE_F_NONBLOCK), 0
         except BlockingIOError:
             self.idle = True
-            return 0, False
+            return 0
         self.total += count
-        return sent, count == 0
+        return sent
 
 
 @functools.cache
@@ -529,11 +589,12 @@ def _settle(user: int, limits: dict[str, int]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """`agent.py DESCRIPTOR|DEVICE USER LIMITS`: serve until the host is gone.
+    """`agent.py DESCRIPTOR|DEVICE USER LIMITS [LIBRARY]`: serve until the host is gone.
 
-    LIMITS is JSON: `processes` and `data_bytes` of a command; what is missing is not limited.
+    LIMITS is JSON: `processes` and `data_bytes` of a command; what is missing is not limited. LIBRARY is shell.c,
+    compiled; without it no shell waits.
     """
-    where, user, limits = arguments
+    where, user, limits, *library = arguments
     if where.isdigit():
         stream = Stream(int(where), patient=False)
         os.set_inheritable(stream.descriptor, False)
@@ -544,7 +605,7 @@ def main(arguments: list[str]) -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, _PRIORITY)
     _settle(int(user), json.loads(limits))
     with contextlib.suppress(HostGoneError, BrokenPipeError):
-        Agent(stream, int(user)).serve()
+        Agent(stream, int(user), WaitingShell(library[0] if library else None)).serve()
 
 
 if __name__ == "__main__":
