@@ -50,6 +50,7 @@ _SHELL = ["/bin/sh", "-c"]
 _READ_AT_START = ("LD_", "GLIBC_", "MALLOC_")
 """Variables that the loader and the C library have read before a shell waits."""
 _ID = struct.Struct("i")
+_FILES = struct.Struct("3i")
 
 Fingerprint = tuple[int, ...]
 Files = tuple[int, int, int]
@@ -210,7 +211,6 @@ class Agent:
         killed = False
         child = 0 if self._shell.give(request, files) else _spawn(request, files)
         for descriptor in outputs:
-            os.set_blocking(descriptor, False)
             self._poller.register(descriptor, select.POLLIN)
         try:
             while status is None:
@@ -232,15 +232,17 @@ class Agent:
                         if killed:
                             os.kill(-1, signal.SIGKILL)
                             self._shell.process = 0
+            # What is in the pipes when the command has ended belongs to it; more than they hold does not.
+            moved = 0
+            while ready := [descriptor for descriptor, _ in self._poller.poll(0) if descriptor in outputs]:
+                for descriptor in ready:
+                    budget -= outputs[descriptor].forward(descriptor, self._stream, budget)
+                moved += CHUNK
+                if moved > max(map(_pipe_size, outputs)):
+                    break
         finally:
             for descriptor in outputs:
                 self._poller.unregister(descriptor)
-        for descriptor, output in outputs.items():
-            # What is in the pipe when the command has ended belongs to it; more than one pipe holds does not.
-            for _ in range(_pipe_size(descriptor) // CHUNK + 1):
-                budget -= output.forward(descriptor, self._stream, budget)
-                if output.idle:
-                    break
         if killed:
             self._bury()
         return status, killed
@@ -424,7 +426,7 @@ class WaitingShell:
         self._channel.close()
         self._channel, its_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with its_channel, contextlib.suppress(OSError):
-            request = {"argv": [*_SHELL, ""], "env": {"LD_PRELOAD": self._library}}
+            request = {"argv": [*_SHELL, ""], "env": {"LD_PRELOAD": self._library, "LD_BIND_NOW": "1"}}
             self.process = _spawn(request, (its_channel.fileno(), self._shared, 2))
 
     def give(self, request: dict[str, Any], files: Files) -> bool:
@@ -437,7 +439,7 @@ class WaitingShell:
         self._page[: _ID.size] = bytes(_ID.size)
         try:
             os.kill(self.process, signal.SIGCONT)  # where a command has stopped it
-            socket.send_fds(self._channel, [message], files)
+            self._channel.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FILES.pack(*files))])
         except OSError:
             return False  # it has just ended, or the message is too long
         return True
@@ -470,33 +472,25 @@ class _Output:
     def __init__(self, kind: bytes) -> None:
         self._kind = kind
         self.total = 0
-        self.idle = False
         self._wide = False
 
     def forward(self, descriptor: int, stream: Stream, budget: int) -> int:
-        """Pass on what is there. Returns the bytes sent, at most `budget`.
+        """Pass on what is there, which must be something. Returns the bytes sent, at most `budget`.
 
         Beyond the budget bytes are counted and moved away without being looked at.
         """
-        self.idle = False
-        try:
-            if budget > 0:
-                part = os.read(descriptor, CHUNK)
-                count, sent = len(part), min(len(part), budget)
-                if sent:
-                    stream.hold(self._kind, part[:sent])
-            else:
-                if not self._wide:
-                    # Who writes this much is not to be woken for every 64 KiB of it.
-                    self._wide = True
-                    with contextlib.suppress(OSError):
-                        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _WIDE_PIPE)
-                count, sent = os.splice(descriptor, _nowhere(), 1 << 20, flags=os.SPLICE_F_NONBLOCK), 0
-        except BlockingIOError:
-            self.idle = True
-            return 0
-        self.total += count
-        return sent
+        if budget > 0:
+            part = os.read(descriptor, CHUNK)
+            self.total += len(part)
+            stream.hold(self._kind, part[:budget])
+            return min(len(part), budget)
+        if not self._wide:
+            # Who writes this much is not to be woken for every 64 KiB of it.
+            self._wide = True
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _WIDE_PIPE)
+        self.total += os.splice(descriptor, _nowhere(), 1 << 20)
+        return 0
 
 
 @functools.cache

@@ -23,7 +23,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { FILES = 3, ARGUMENTS = 3, VARIABLES = 500, BYTES = 1 << 16 };
+enum { FILES = 3, ARGUMENTS = 3, VARIABLES = 500, BYTES = 1 << 16, PAGE = 4096 };
 
 typedef int Main(int, char **, char **);
 
@@ -110,7 +110,11 @@ static int wait_for_commands(int count, char **arguments, char **environment) {
     need(count == ARGUMENTS && channel >= 0 && child != MAP_FAILED);
     need(madvise(child, sizeof *child, MADV_DONTFORK) == 0);
     close_files();
+    free(malloc(1)); /* the heap is set up here, not in each copy */
     struct prctl_mm_map map = read_map();
+    uintptr_t stack = (uintptr_t)&map & -(uintptr_t)PAGE;
+    /* Not executable, as that of every shell: the compiler says nothing about it, and the loader then makes it so. */
+    need(mprotect((void *)stack, map.env_end - stack, PROT_READ | PROT_WRITE | PROT_GROWSDOWN) == 0);
     prctl(PR_SET_DUMPABLE, 0); /* no command can trace it */
     for (;;) {
         receive(channel, request, arguments, variables, &map);
