@@ -124,10 +124,10 @@ static int wait_for_commands(int count, char **arguments, char **environment) {
             break;
         close_files();
     }
-    close(channel);
-    setsid();
-    prctl(PR_SET_DUMPABLE, 1);
     prctl(PR_SET_MM, PR_SET_MM_MAP, &map, sizeof map, 0);
+    prctl(PR_SET_DUMPABLE, 1);
+    setsid();
+    close(channel);
     environ = variables;
     return shell(count, arguments, variables);
 }
