@@ -11,7 +11,8 @@ behind a socket. A message is a frame: one byte of kind, four bytes of length (b
 
 As process 1 it inherits every orphan and reaps it, it can't be killed from inside, and `kill(-1)` reaches everything
 else at one stroke: a command that forks faster than one can count does not outlive its time. Commands and file
-operations run as the user of the sandbox in a child, never in the agent.
+operations run as the user of the sandbox in a child, never in the agent. Commands run in copies of a shell that waits
+for them where one does (`WaitingShell`), else in one that is started for them; it makes no difference but in time.
 """
 
 from __future__ import annotations
@@ -417,7 +418,7 @@ class WaitingShell:
         self._shared = os.memfd_create("child")
         os.ftruncate(self._shared, mmap.PAGESIZE)
         self._page = mmap.mmap(self._shared, mmap.PAGESIZE)
-        self._channel, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def start(self) -> None:
         """Start one where none waits."""

@@ -359,6 +359,8 @@ def _compile_shell(compiler: Path, tree: Path) -> None:
     options = [f"-B{own}", "-nostdinc", *(f"-I{folder}" for folder in headers), "-nostdlib", "-shared"]
     source = Path(guest_agent.__file__).with_name("shell.c")
     _run(*_of_guest(tree, usr / "bin/tcc"), *options, "-o", str(target), str(source))
+    for path in (target.parent, target):
+        path.chmod(0o755)
 
 
 def _cpio(folders: Iterable[str], files: dict[str, tuple[int, bytes]]) -> bytes:
