@@ -218,8 +218,8 @@ def test_no_command_can_trace_the_shell_that_waits(machine: Clone) -> None:
 
 def test_commands_in_the_background(clone: Clone) -> None:
     assert clone.exec("(sleep 0.7; echo late >> log) & echo now").stdout == b"now\n"
-    assert clone.exec("setsid sh -c 'sleep 0.7; echo later >> log' & :").ok
-    shown = clone.exec("sleep 2; cat log; ps -eo stat= | grep -c Z").stdout
+    assert clone.exec("setsid sh -c 'sleep 1.5; echo later >> log' & :").ok
+    shown = clone.exec("sleep 3; cat log; ps -eo stat= | grep -c Z").stdout
     assert shown.split() == [b"late", b"later", b"0"]
 
 

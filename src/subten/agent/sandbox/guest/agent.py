@@ -77,6 +77,11 @@ class Stream:
         """Whether bytes of the next frame have been read already: a poll of the descriptor does not show those."""
         return bool(self._buffer)
 
+    @property
+    def holding(self) -> bool:
+        """Whether frames are on hold."""
+        return bool(self._held)
+
     def forget(self) -> None:
         """Drop what has been read ahead, after a child has read on from here."""
         self._buffer = b""
@@ -164,16 +169,20 @@ class Agent:
                 continue
             kind, payload = self._stream.receive()
             if kind == b"q":
-                self._answer(json.loads(payload))
+                self._answer(json.loads(payload.decode()))
                 self._shell.start()
             # Anything else is left over from a request that has ended, such as `k` for a command that was quicker.
 
     def _wait(self) -> list[int]:
-        """Descriptors with something to read; waits until there is one."""
-        if not self._stream.pending:
-            return [descriptor for descriptor, _ in self._poller.poll()]
-        ready = [descriptor for descriptor, _ in self._poller.poll(0)]
-        return ready if self._stream.descriptor in ready else [*ready, self._stream.descriptor]
+        """Descriptors with something to read; waits until there is one. Frames on hold go out before it waits."""
+        while True:
+            at_once = self._stream.pending or self._stream.holding
+            ready = [descriptor for descriptor, _ in self._poller.poll(0 if at_once else None)]
+            if self._stream.pending and self._stream.descriptor not in ready:
+                ready.append(self._stream.descriptor)
+            if ready:
+                return ready
+            self._stream.flush()
 
     def _answer(self, request: dict[str, Any]) -> None:
         try:
@@ -215,7 +224,6 @@ class Agent:
             self._poller.register(descriptor, select.POLLIN)
         try:
             while status is None:
-                self._stream.flush()
                 for descriptor in self._wait():
                     if descriptor == self._woken:
                         ended = self._reap()
