@@ -223,6 +223,12 @@ def test_commands_in_the_background(clone: Clone) -> None:
     assert shown.split() == [b"late", b"later", b"0"]
 
 
+def test_a_command_that_reads_its_own_output(clone: Clone) -> None:
+    steal = "for n in 1 2 3; do cat /proc/$$/fd/1 > /dev/null 2>&1 & done; yes | head -c 3000000"
+    assert clone.exec(steal, timeout=30).ok
+    assert clone.exec("echo on").stdout == b"on\n"
+
+
 def test_each_command_is_a_session_of_its_own(clone: Clone) -> None:
     sessions = [clone.exec("echo $$; ps -o sid=,pgid= -p $$").stdout.split() for _ in range(2)]
     assert all(len(set(numbers)) == 1 for numbers in sessions)

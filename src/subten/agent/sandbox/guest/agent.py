@@ -221,6 +221,7 @@ class Agent:
         killed = False
         child = 0 if self._shell.give(request, files) else _spawn(request, files)
         for descriptor in outputs:
+            os.set_blocking(descriptor, False)
             self._poller.register(descriptor, select.POLLIN)
         try:
             while status is None:
@@ -484,22 +485,26 @@ class _Output:
         self._wide = False
 
     def forward(self, descriptor: int, stream: Stream, budget: int) -> int:
-        """Pass on what is there, which must be something. Returns the bytes sent, at most `budget`.
+        """Pass on what is there. Returns the bytes sent, at most `budget`.
 
         Beyond the budget bytes are counted and moved away without being looked at.
         """
-        if budget > 0:
-            part = os.read(descriptor, CHUNK)
-            self.total += len(part)
-            stream.hold(self._kind, part[:budget])
-            return min(len(part), budget)
-        if not self._wide:
-            # Who writes this much is not to be woken for every 64 KiB of it.
-            self._wide = True
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _WIDE_PIPE)
-        self.total += os.splice(descriptor, _nowhere(), 1 << 20)
-        return 0
+        sent = 0
+        # What was there may be gone: a command can read its own output.
+        with contextlib.suppress(BlockingIOError):
+            if budget > 0:
+                part = os.read(descriptor, CHUNK)
+                self.total += len(part)
+                sent = min(len(part), budget)
+                stream.hold(self._kind, part[:sent])
+            else:
+                if not self._wide:
+                    # Who writes this much is not to be woken for every 64 KiB of it.
+                    self._wide = True
+                    with contextlib.suppress(OSError):
+                        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _WIDE_PIPE)
+                self.total += os.splice(descriptor, _nowhere(), 1 << 20, flags=os.SPLICE_F_NONBLOCK)
+        return sent
 
 
 @functools.cache
