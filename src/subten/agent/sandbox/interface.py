@@ -148,6 +148,9 @@ class Clone(ABC):
         variables = {**_ENVIRONMENT, **(env or {})}
         if "\0" in "".join((text, cwd, *variables, *variables.values())):
             raise ParameterError("a command, its folder and its variables can't hold NUL characters")
+        for name in variables:
+            if not name or "=" in name:
+                raise ParameterError(f"the name of a variable is {name!r}; it must be text without '='")
         request = {
             "do": "exec",
             "argv": ["/bin/sh", "-c", text],

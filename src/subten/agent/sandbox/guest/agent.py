@@ -11,7 +11,8 @@ behind a socket. A message is a frame: one byte of kind, four bytes of length (b
 
 As process 1 it inherits every orphan and reaps it, it can't be killed from inside, and `kill(-1)` reaches everything
 else at one stroke: a command that forks faster than one can count does not outlive its time. Commands and file
-operations run as the user of the sandbox in a child, never in the agent.
+operations run as the user of the sandbox in a child, never in the agent. Commands run in copies of a shell that waits
+for them where one does (`WaitingShell`), else in one that is started for them; it makes no difference but in time.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import errno
 import fcntl
 import functools
 import json
+import mmap
 import os
 import resource
 import select
 import signal
+import socket
 import stat
 import struct
 import sys
@@ -44,7 +47,15 @@ _WIDE_PIPE = 1 << 20
 _SET_DUMPABLE, _SET_NO_NEW_PRIVS = 4, 38  # linux/prctl.h
 _ADD_ENTROPY, _RESEED = 0x40085203, 0x5207  # linux/random.h: RNDADDENTROPY, RNDRESEEDCRNG
 
+_SHELL = ["/bin/sh", "-c"]
+_READ_AT_START = ("LD_", "GLIBC_", "MALLOC_")
+"""Variables that the loader and the C library have read before a shell waits."""
+_ID = struct.Struct("i")
+_FILES = struct.Struct("3i")
+
 Fingerprint = tuple[int, ...]
+Files = tuple[int, int, int]
+"""Standard input, output and error of a command."""
 
 
 class HostGoneError(Exception):
@@ -65,6 +76,11 @@ class Stream:
     def pending(self) -> bool:
         """Whether bytes of the next frame have been read already: a poll of the descriptor does not show those."""
         return bool(self._buffer)
+
+    @property
+    def holding(self) -> bool:
+        """Whether frames are on hold."""
+        return bool(self._held)
 
     def forget(self) -> None:
         """Drop what has been read ahead, after a child has read on from here."""
@@ -116,10 +132,11 @@ class Stream:
 class Agent:
     """Answers one request after the other until the host is gone."""
 
-    def __init__(self, stream: Stream, user: int) -> None:
+    def __init__(self, stream: Stream, user: int, shell: WaitingShell) -> None:
         """Work for the host behind `stream`; what is run has that user and group id."""
         self._stream = stream
         self._user = user
+        self._shell = shell
         self._baseline: dict[str, Fingerprint] = {}
         # Readable whenever a child has ended.
         self._woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -142,6 +159,7 @@ class Agent:
 
     def serve(self) -> NoReturn:
         """Never returns; raises HostGoneError."""
+        self._shell.start()
         self._stream.send(b"r", b"{}")
         while True:
             ready = self._wait()
@@ -151,15 +169,20 @@ class Agent:
                 continue
             kind, payload = self._stream.receive()
             if kind == b"q":
-                self._answer(json.loads(payload))
+                self._answer(json.loads(payload.decode()))
+                self._shell.start()
             # Anything else is left over from a request that has ended, such as `k` for a command that was quicker.
 
     def _wait(self) -> list[int]:
-        """Descriptors with something to read; waits until there is one."""
-        if not self._stream.pending:
-            return [descriptor for descriptor, _ in self._poller.poll()]
-        ready = [descriptor for descriptor, _ in self._poller.poll(0)]
-        return ready if self._stream.descriptor in ready else [*ready, self._stream.descriptor]
+        """Descriptors with something to read; waits until there is one. Frames on hold go out before it waits."""
+        while True:
+            at_once = self._stream.pending or self._stream.holding
+            ready = [descriptor for descriptor, _ in self._poller.poll(0 if at_once else None)]
+            if self._stream.pending and self._stream.descriptor not in ready:
+                ready.append(self._stream.descriptor)
+            if ready:
+                return ready
+            self._stream.flush()
 
     def _answer(self, request: dict[str, Any]) -> None:
         try:
@@ -174,39 +197,16 @@ class Agent:
         stdin = self._input()
         out, out_end = os.pipe2(os.O_CLOEXEC)
         err, err_end = os.pipe2(os.O_CLOEXEC)
+        outputs = {out: _Output(b"1"), err: _Output(b"2")}
         began = time.monotonic()
         try:
             os.chdir(request["cwd"])
-            child = os.posix_spawn(
-                request["argv"][0],
-                request["argv"],
-                request["env"],
-                file_actions=(
-                    (os.POSIX_SPAWN_DUP2, stdin, 0),
-                    (os.POSIX_SPAWN_DUP2, out_end, 1),
-                    (os.POSIX_SPAWN_DUP2, err_end, 2),
-                ),
-                resetids=True,
-                setsid=True,
-                setsigmask=(),
-                setsigdef=(signal.SIGPIPE, signal.SIGCHLD),
-                scheduler=(os.SCHED_OTHER, _PRIORITY),
-            )
-        except OSError as error:
-            os.close(out)
-            os.close(err)
-            raise OSError(error.errno, error.strerror, error.filename or request["argv"][0]) from None
+            status, killed = self._follow(request, (stdin, out_end, err_end), outputs)
         finally:
-            os.close(out_end)
-            os.close(err_end)
+            for descriptor in (out, out_end, err, err_end):
+                os.close(descriptor)
             if stdin != self._nothing:
                 os.close(stdin)
-        outputs = {out: _Output(b"1"), err: _Output(b"2")}
-        try:
-            status, killed = self._follow(child, outputs, request["output_bytes"])
-        finally:
-            os.close(out)
-            os.close(err)
         return {
             "exit_code": os.waitstatus_to_exitcode(status),
             "killed": killed,
@@ -214,41 +214,45 @@ class Agent:
             "seconds": time.monotonic() - began,
         }
 
-    def _follow(self, child: int, outputs: dict[int, _Output], budget: int) -> tuple[int, bool]:
-        """Pass output on until the command ends, what background processes still hold open not awaited."""
+    def _follow(self, request: dict[str, Any], files: Files, outputs: dict[int, _Output]) -> tuple[int, bool]:
+        """Start a command and pass output on until it ends, what background processes still hold open not awaited."""
+        budget = request["output_bytes"]
         status: int | None = None
         killed = False
-        followed = set(outputs)
+        child = 0 if self._shell.give(request, files) else _spawn(request, files)
         for descriptor in outputs:
             os.set_blocking(descriptor, False)
             self._poller.register(descriptor, select.POLLIN)
         try:
             while status is None:
-                self._stream.flush()
                 for descriptor in self._wait():
                     if descriptor == self._woken:
-                        status = self._reap().get(child)
+                        ended = self._reap()
+                        child = child or self._shell.child
+                        if child:
+                            status = ended.get(child)
+                        elif killed:
+                            status = signal.SIGKILL
+                        elif not self._shell.process:
+                            child = _spawn(request, files)
                     elif descriptor in outputs:
-                        sent, ended = outputs[descriptor].forward(descriptor, self._stream, budget)
-                        budget -= sent
-                        if ended:
-                            followed.remove(descriptor)
-                            self._poller.unregister(descriptor)
+                        budget -= outputs[descriptor].forward(descriptor, self._stream, budget)
                     else:
                         killed = self._stream.receive()[0] == b"k" or killed
                         if killed:
                             os.kill(-1, signal.SIGKILL)
-        finally:
-            for descriptor in followed:
-                self._poller.unregister(descriptor)
-        for descriptor in followed:
-            # What is in the pipe when the command has ended belongs to it; more than one pipe holds does not.
-            output = outputs[descriptor]
-            for _ in range(_pipe_size(descriptor) // CHUNK + 1):
-                sent, ended = output.forward(descriptor, self._stream, budget)
-                budget -= sent
-                if ended or output.idle:
+                            self._shell.process = 0
+            # What is in the pipes when the command has ended belongs to it; more than they hold does not.
+            moved = 0
+            while ready := [descriptor for descriptor, _ in self._poller.poll(0) if descriptor in outputs]:
+                for descriptor in ready:
+                    budget -= outputs[descriptor].forward(descriptor, self._stream, budget)
+                moved += CHUNK
+                if moved > max(map(_pipe_size, outputs)):
                     break
+        finally:
+            for descriptor in outputs:
+                self._poller.unregister(descriptor)
         if killed:
             self._bury()
         return status, killed
@@ -270,6 +274,8 @@ class Agent:
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 ended[found[0]] = found[1]
+        if self._shell.process in ended:
+            self._shell.process = 0
         return ended
 
     # Files
@@ -404,39 +410,101 @@ class Agent:
         return file
 
 
+class WaitingShell:
+    """A shell that was started ahead of its commands, each of which runs in a copy of it; see shell.c.
+
+    It is one of the processes that commands can kill. Whatever has become of it, a command that it did not start is
+    started by the agent, and the next one is started after the answer.
+
+    Attributes:
+        process: its id; 0 where none waits.
+    """
+
+    def __init__(self, library: str | None) -> None:
+        """`library`: shell.c, compiled. Without it no shell waits."""
+        self.process = 0
+        self._library = library
+        self._shared = os.memfd_create("child")
+        os.ftruncate(self._shared, mmap.PAGESIZE)
+        self._page = mmap.mmap(self._shared, mmap.PAGESIZE)
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def start(self) -> None:
+        """Start one where none waits."""
+        if self.process or self._library is None:
+            return
+        self._channel.close()
+        self._channel, its_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its_channel, contextlib.suppress(OSError):
+            request = {"argv": [*_SHELL, ""], "env": {"LD_PRELOAD": self._library, "LD_BIND_NOW": "1"}}
+            self.process = _spawn(request, (its_channel.fileno(), self._shared, 2))
+
+    def give(self, request: dict[str, Any], files: Files) -> bool:
+        """Hand a command over. It was, or will be, started if `child` says so before `process` is 0."""
+        *shell, command = request["argv"]
+        variables = [f"{name}={value}" for name, value in request["env"].items()]
+        if not self.process or shell != _SHELL or any(text.startswith(_READ_AT_START) for text in variables):
+            return False
+        message = os.fsencode("\0".join((request["cwd"], *shell, command, *variables, "")))
+        self._page[: _ID.size] = bytes(_ID.size)
+        try:
+            os.kill(self.process, signal.SIGCONT)  # where a command has stopped it
+            self._channel.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FILES.pack(*files))])
+        except OSError:
+            return False  # it has just ended, or the message is too long
+        return True
+
+    @property
+    def child(self) -> int:
+        """The process that runs the command given last; 0 where it has not been started."""
+        process: int = _ID.unpack_from(self._page)[0]
+        return process
+
+
+def _spawn(request: dict[str, Any], files: Files) -> int:
+    """Start a program with these files as its 0, 1 and 2. Returns its id."""
+    return os.posix_spawn(
+        request["argv"][0],
+        request["argv"],
+        request["env"],
+        file_actions=[(os.POSIX_SPAWN_DUP2, file, number) for number, file in enumerate(files)],
+        resetids=True,
+        setsid=True,
+        setsigmask=(),
+        setsigdef=(signal.SIGPIPE, signal.SIGCHLD),
+        scheduler=(os.SCHED_OTHER, _PRIORITY),
+    )
+
+
 class _Output:
     """One of the two output streams of a command."""
 
     def __init__(self, kind: bytes) -> None:
         self._kind = kind
         self.total = 0
-        self.idle = False
         self._wide = False
 
-    def forward(self, descriptor: int, stream: Stream, budget: int) -> tuple[int, bool]:
-        """Pass on what is there. Returns the bytes sent, at most `budget`, and whether the stream has ended.
+    def forward(self, descriptor: int, stream: Stream, budget: int) -> int:
+        """Pass on what is there. Returns the bytes sent, at most `budget`.
 
         Beyond the budget bytes are counted and moved away without being looked at.
         """
-        self.idle = False
-        try:
+        sent = 0
+        # What was there may be gone: a command can read its own output.
+        with contextlib.suppress(BlockingIOError):
             if budget > 0:
                 part = os.read(descriptor, CHUNK)
-                count, sent = len(part), min(len(part), budget)
-                if sent:
-                    stream.hold(self._kind, part[:sent])
+                self.total += len(part)
+                sent = min(len(part), budget)
+                stream.hold(self._kind, part[:sent])
             else:
                 if not self._wide:
                     # Who writes this much is not to be woken for every 64 KiB of it.
                     self._wide = True
                     with contextlib.suppress(OSError):
                         fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _WIDE_PIPE)
-                count, sent = os.splice(descriptor, _nowhere(), 1 << 20, flags=os.SPLICE_F_NONBLOCK), 0
-        except BlockingIOError:
-            self.idle = True
-            return 0, False
-        self.total += count
-        return sent, count == 0
+                self.total += os.splice(descriptor, _nowhere(), 1 << 20, flags=os.SPLICE_F_NONBLOCK)
+        return sent
 
 
 @functools.cache
@@ -529,11 +597,12 @@ def _settle(user: int, limits: dict[str, int]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """`agent.py DESCRIPTOR|DEVICE USER LIMITS`: serve until the host is gone.
+    """`agent.py DESCRIPTOR|DEVICE USER LIMITS [LIBRARY]`: serve until the host is gone.
 
-    LIMITS is JSON: `processes` and `data_bytes` of a command; what is missing is not limited.
+    LIMITS is JSON: `processes` and `data_bytes` of a command; what is missing is not limited. LIBRARY is shell.c,
+    compiled; without it no shell waits.
     """
-    where, user, limits = arguments
+    where, user, limits, *library = arguments
     if where.isdigit():
         stream = Stream(int(where), patient=False)
         os.set_inheritable(stream.descriptor, False)
@@ -544,7 +613,7 @@ def main(arguments: list[str]) -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, _PRIORITY)
     _settle(int(user), json.loads(limits))
     with contextlib.suppress(HostGoneError, BrokenPipeError):
-        Agent(stream, int(user)).serve()
+        Agent(stream, int(user), WaitingShell(library[0] if library else None)).serve()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from subten.agent.sandbox.guest import agent as guest_agent
 from subten.config import home
 from subten.errors import SandboxError
 
-RECIPE = 2
+RECIPE = 3
 """Grows when an image built by an older version no longer fits; such images are built again."""
 
 PACKAGES = (
@@ -43,6 +43,12 @@ PACKAGES = (
     *("procps", "python3", "python3-pytest", "sed", "tar", "util-linux", "xz-utils"),
 )
 """What commands find in the guest, beside what these depend on."""
+
+WAITING_SHELL = "usr/lib/subten/shell.so"
+"""Where the guest has what makes a shell wait for commands: `guest/shell.c`, compiled."""
+
+_COMPILER = ("tcc", "libc6-dev", "linux-libc-dev")
+"""What that takes; not in the image."""
 
 _KERNEL = "linux-image-cloud-amd64"
 _MODULES = (
@@ -94,7 +100,7 @@ class Image:
         """
         modules = [f"modules/{Path(module).name}.ko" for module in _MODULES]
         present = [name for name in modules if (self.folder / name).exists()]
-        script = _INIT.format(modules=" ".join(present), disk_mib=disk_mib, guest=guest)
+        script = _INIT.format(modules=" ".join(present), disk_mib=disk_mib, guest=guest, shell=WAITING_SHELL)
         files = {
             "init": (0o755, script.encode()),
             "busybox": (0o755, (self.folder / "busybox").read_bytes()),
@@ -124,10 +130,11 @@ for folder in dev proc sys; do /busybox mount --move /$folder /root/$folder; don
 /busybox mount -t devpts -o ptmxmode=666 pts /root/dev/pts
 /busybox ln -s /proc/self/fd /root/dev/fd
 /busybox ip link set lo up || true
+start="/usr/bin/python3 -I -S -B /run/agent.py"
 for try in $(/busybox seq 200); do
   for port in /root/sys/class/virtio-ports/*; do
     if [ -e $port/name ] && [ "$(/busybox cat $port/name)" = agent ]; then
-      exec /busybox switch_root /root /usr/bin/python3 -I -S -B /run/agent.py /dev/${{port##*/}} 1000 '{guest}'
+      exec /busybox switch_root /root $start /dev/${{port##*/}} 1000 '{guest}' /{shell}
     fi
   done
   /busybox usleep 10000
@@ -173,7 +180,8 @@ def build_image(say: Callable[[str], None] = lambda _: None) -> Image:
         say("fetching Debian packages")
         packages = _fetch(work / "packages", (*PACKAGES, "busybox-static"))
         kernel = _fetch_kernel(work / "kernel-package")
-        say(f"unpacking {len(packages) + 1} packages")
+        compiler = _download(work / "compiler-packages", *_COMPILER)
+        say(f"unpacking {len(packages) + 1 + len(compiler)} packages")
         tree = work / "tree"
         _unpack(packages, tree)
         built = work / "built"
@@ -184,6 +192,8 @@ def build_image(say: Callable[[str], None] = lambda _: None) -> Image:
         _dress(tree)
         _index(tree)
         _compile_python(tree)
+        _unpack(compiler, work / "compiler")
+        _compile_shell(work / "compiler", tree)
         _run("mkfs.erofs", "--all-root", "-T0", "--quiet", "--", str(built / "root.erofs"), str(tree))
         versions = dict(sorted(_name_and_version(package) for package in (*packages, kernel)))
         about = {"recipe": RECIPE, "packages": versions}
@@ -235,9 +245,14 @@ def _fetch_kernel(folder: Path) -> Path:
     )
     if not names:
         raise SandboxError(f"apt knows no kernel package behind {_KERNEL}; run apt-get update")
+    return _download(folder, names[0])[0]
+
+
+def _download(folder: Path, *names: str) -> list[Path]:
+    """The packages, without what they depend on."""
     folder.mkdir()
-    _run("apt-get", "-o", "APT::Sandbox::User=root", "--quiet", "download", names[0], cwd=folder)
-    return next(folder.glob("*.deb"))
+    _run("apt-get", "-o", "APT::Sandbox::User=root", "--quiet", "download", *names, cwd=folder)
+    return sorted(folder.glob("*.deb"))
 
 
 def _name_and_version(package: Path) -> tuple[str, str]:
@@ -332,6 +347,20 @@ def _compile_python(tree: Path) -> None:
     # The root file system keeps no times, by which byte code would be checked otherwise.
     options = ["compileall", "-q", "--invalidation-mode", "unchecked-hash", "-s", str(tree), "-p", "/"]
     _run(*start, *options, *(str(path) for path in (tree / "usr/lib").glob("python3*")))
+
+
+def _compile_shell(compiler: Path, tree: Path) -> None:
+    """What makes a shell wait for commands, compiled with the guest's libraries and headers of the same release."""
+    usr = compiler / "usr"
+    own = next((usr / "lib").glob("*-linux-gnu")) / "tcc"
+    headers = (own / "include", usr / "include", *(usr / "include").glob("*-linux-gnu"))
+    target = tree / WAITING_SHELL
+    target.parent.mkdir()
+    options = [f"-B{own}", "-nostdinc", *(f"-I{folder}" for folder in headers), "-nostdlib", "-shared"]
+    source = Path(guest_agent.__file__).with_name("shell.c")
+    _run(*_of_guest(tree, usr / "bin/tcc"), *options, "-o", str(target), str(source))
+    for path in (target.parent, target):
+        path.chmod(0o755)
 
 
 def _cpio(folders: Iterable[str], files: dict[str, tuple[int, bytes]]) -> bytes:
