@@ -33,6 +33,7 @@ from subten.kernels.attention.gluon_ptx import let_next_kernel_start, wait_for_p
 from subten.kernels.moe import triton_decode
 from subten.kernels.moe.gluon_plan import LINE, GluonMoEPlan, plan_gluon_moe
 from subten.kernels.moe.gluon_routing import columns_of, locate, route, shares_of, tiles_of_experts
+from subten.kernels.moe.gluon_schedule import length_of_ranges, reciprocal_of, rows_and_slice, run_at
 from subten.kernels.moe.inputs import SCALE_BLOCK, MoEWeights
 from subten.kernels.moe.plan import MoEShape
 from subten.kernels.moe.reference import router_logits
@@ -108,22 +109,26 @@ def decode_arguments(
     shared, width = weights.shared, plan.tuning.slice
     return {
         **arguments,
-        "gate_up": _pairs(weights.gate_up, width),
-        "down": _slices(weights.down, width),
-        "shared_gate_up": shared and _pairs(shared.gate_up, width),
-        "shared_down": shared and _slices(shared.down, width),
+        "gate_up": _gate_up_tiles(weights.gate_up, width),
+        "down": _down_tiles(weights.down, width),
+        "shared_gate_up": shared and _gate_up_tiles(shared.gate_up, width),
+        "shared_down": shared and _down_tiles(shared.down, width),
     }
 
 
-def _pairs(weight: Tensor, width: int) -> TensorDescriptor:
-    """Gate and up of all experts, [2 * experts, neurons, hidden]: a tile is a slice of both halves of one."""
+def _gate_up_tiles(weight: Tensor, width: int) -> TensorDescriptor:
+    """Gate and up of all experts, [2 * experts, lines, neurons, line]: a pair of tiles is two lines of every row of a
+    slice, gate in front of up."""
     *experts, rows, hidden = weight.shape
-    return _tiles(weight.view(2 * math.prod(experts), rows // 2, hidden), [2, width, LINE // weight.itemsize])
+    line = LINE // weight.itemsize
+    lines = weight.view(2 * math.prod(experts), rows // 2, hidden // line, line)
+    return _tiles(lines.transpose(1, 2), [2, 2, width, line])
 
 
-def _slices(weight: Tensor, width: int) -> TensorDescriptor:
-    """The slices of down of all experts one below the other, [experts * slices * hidden, width]."""
-    return _tiles(weight.view(-1, width), [2 * LINE // weight.itemsize, width])
+def _down_tiles(weight: Tensor, width: int) -> TensorDescriptor:
+    """The slices of down of all experts one below the other: a pair of tiles is one piece of memory."""
+    rows = 2 * LINE // weight.itemsize
+    return _tiles(weight.view(-1, rows, width), [2, rows, width])
 
 
 def _tiles(weight: Tensor, size: list[int]) -> TensorDescriptor:
@@ -138,102 +143,94 @@ def _tiles(weight: Tensor, size: list[int]) -> TensorDescriptor:
 
 
 @gluon.jit
-def _as_tile(stage, weights):
-    """A stage of the ring as the copy engine fills it from `weights`."""
-    return _reinterpret(stage, weights.dtype, weights.block_shape, weights.layout)
+def _copy_gate_up(weights, expert, neuron, step, stage, bar, SHAPE: gl.constexpr):
+    SLICE: gl.constexpr = weights.block_shape[2]
+    STEPS: gl.constexpr = SHAPE.hidden // (2 * weights.block_shape[3])
+    corner = [2 * expert, step % STEPS * 2, neuron + step // STEPS * SLICE, 0]
+    _copy(weights, corner, bar, _reinterpret(stage, weights.dtype, weights.block_shape, weights.layout))
 
 
 @gluon.jit
-def _copy_gate_up(weights, expert, neuron, step, ring, place, bar, SHAPE: gl.constexpr):
-    SLICE: gl.constexpr = weights.block_shape[1]
-    COLUMNS: gl.constexpr = weights.block_shape[2]
-    STEPS: gl.constexpr = SHAPE.hidden // COLUMNS
-    row, column = neuron + step // STEPS * SLICE, step % STEPS * COLUMNS
-    for tile in gl.static_range(2):
-        corner = [2 * expert, row, column + tile * COLUMNS]
-        _copy(weights, corner, bar, _as_tile(ring.index(place + tile), weights))
-
-
-@gluon.jit
-def _copy_down(weights, down_row, step, ring, place, bar, SHAPE: gl.constexpr, GROUP: gl.constexpr):
-    ROWS: gl.constexpr = weights.block_shape[0]
-    for tile in gl.static_range(2):
-        at = step + tile
-        row = down_row + at % GROUP * SHAPE.hidden + at // GROUP * ROWS
-        _copy(weights, [row, 0], bar, _as_tile(ring.index(place + tile), weights))
+def _copy_down(weights, first, step, slices, reciprocal, stage, bar, SHAPE: gl.constexpr):
+    TILES: gl.constexpr = SHAPE.hidden // weights.block_shape[1]
+    rows, member = rows_and_slice(step, slices, reciprocal)
+    corner = [(first + member) * TILES + 2 * rows, 0, 0]
+    _copy(weights, corner, bar, _reinterpret(stage, weights.dtype, weights.block_shape, weights.layout))
 
 
 @gluon.jit
 def _request(
     step, turn, here, following, has_next, weights, ring, bars, SHAPE: gl.constexpr, TUNING: gl.constexpr
 ):  # fmt: skip
-    """Ask for two tiles: of an item those from its `step`-th on, or of gate and up of the item behind it. `turn`
-    counts the pairs of a program, and `here` and `following` are what `_item` returned."""
+    """Ask for a pair of tiles: the `step`-th of a run, or of gate and up of the run behind it. `turn` counts the
+    pairs of a program, and `here` and `following` are what `_run` returned."""
     gate_up, down, shared_gate_up, shared_down = weights
-    shared, expert, neuron, down_row = here
-    next_shared, next_expert, next_neuron, _ = following
-    FIRST: gl.constexpr = TUNING.group * (SHAPE.hidden // gate_up.block_shape[2])
-    ALL: gl.constexpr = FIRST + TUNING.group * (SHAPE.hidden // down.block_shape[0])
-    place = 2 * (turn % TUNING.stages)
+    shared, expert, neuron, down_slice, slices, reciprocal = here
+    next_shared, next_expert, next_neuron, _, _, _ = following
+    first = slices * (SHAPE.hidden // (2 * gate_up.block_shape[3]))
+    all = first + slices * (SHAPE.hidden // (2 * down.block_shape[1]))
+    stage = ring.index(turn % TUNING.stages)
     bar = bars.index(turn % TUNING.stages)
-    beyond = step >= ALL
-    if (step < ALL) | has_next:
+    beyond = step >= all
+    if (step < all) | has_next:
         mbarrier.expect(bar, TUNING.stage_bytes)
-        if (step < FIRST) | beyond:
-            of_expert, first = gl.where(beyond, next_expert, expert), gl.where(beyond, next_neuron, neuron)
-            at = gl.where(beyond, step - ALL, step)
+        if (step < first) | beyond:
+            of_expert, of_neuron = gl.where(beyond, next_expert, expert), gl.where(beyond, next_neuron, neuron)
+            at = gl.where(beyond, step - all, step)
             if SHAPE.shared > 0:
                 if gl.where(beyond, next_shared, shared) != 0:
-                    _copy_gate_up(shared_gate_up, of_expert, first, at, ring, place, bar, SHAPE)
+                    _copy_gate_up(shared_gate_up, of_expert, of_neuron, at, stage, bar, SHAPE)
                 else:
-                    _copy_gate_up(gate_up, of_expert, first, at, ring, place, bar, SHAPE)
+                    _copy_gate_up(gate_up, of_expert, of_neuron, at, stage, bar, SHAPE)
             else:
-                _copy_gate_up(gate_up, of_expert, first, at, ring, place, bar, SHAPE)
+                _copy_gate_up(gate_up, of_expert, of_neuron, at, stage, bar, SHAPE)
         else:
             if SHAPE.shared > 0:
                 if shared != 0:
-                    _copy_down(shared_down, down_row, step - FIRST, ring, place, bar, SHAPE, TUNING.group)
+                    _copy_down(shared_down, down_slice, step - first, slices, reciprocal, stage, bar, SHAPE)
                 else:
-                    _copy_down(down, down_row, step - FIRST, ring, place, bar, SHAPE, TUNING.group)
+                    _copy_down(down, down_slice, step - first, slices, reciprocal, stage, bar, SHAPE)
             else:
-                _copy_down(down, down_row, step - FIRST, ring, place, bar, SHAPE, TUNING.group)
+                _copy_down(down, down_slice, step - first, slices, reciprocal, stage, bar, SHAPE)
 
 
 @gluon.jit
 def _take(
     step, turn, here, following, has_next, weights, ring, bars, SHAPE: gl.constexpr, TUNING: gl.constexpr
 ):  # fmt: skip
-    """Wait for two tiles, ask for those that take the place of the ones before, and return where they are."""
+    """Wait for a pair of tiles, ask for the one that takes the place of the one before, and return where it is."""
     AHEAD: gl.constexpr = TUNING.stages - 1
     mbarrier.wait(bars.index(turn % TUNING.stages), (turn // TUNING.stages) & 1)
-    _request(step + 2 * AHEAD, turn + AHEAD, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
-    return 2 * (turn % TUNING.stages)
+    _request(step + AHEAD, turn + AHEAD, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
+    return ring.index(turn % TUNING.stages)
 
 
-# --- items -------------------------------------------------------------------------------------------------------
+# --- runs --------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _item(
-    item, tokens, masks, tiles, first_tile, shared_items, SHAPE: gl.constexpr, TUNING: gl.constexpr
+def _run(
+    place, end, block, tokens, masks, tiles, first_tile, shared_places, SHAPE: gl.constexpr, TUNING: gl.constexpr
 ):  # fmt: skip
-    """Where the weights of an item are (whether of the shared expert, which expert, its first neuron, and the first
-    of its rows of down), the expert's tokens as bits, and which tile of columns the item is for."""
-    WIDTH: gl.constexpr = TUNING.slice * TUNING.group
-    UNITS: gl.constexpr = SHAPE.intermediate // WIDTH
-    expert, mask, unit, part = locate(item - shared_items, masks, tiles, first_tile, UNITS, SHAPE.padded_experts)
-    down_row = (expert * (SHAPE.intermediate // TUNING.slice) + unit * TUNING.group) * SHAPE.hidden
-    shared = 0
+    """The run that begins at a place of the list. Where its weights are (whether of the shared expert, which expert,
+    the first neuron, the first slice of down, how many slices, and the reciprocal of that), the expert's tokens as
+    bits, and which tile of columns it is for."""
+    SLICES: gl.constexpr = SHAPE.intermediate // TUNING.slice
+    expert, mask, of_expert, begin = locate(
+        place - shared_places, masks, tiles, first_tile, SLICES, SHAPE.padded_experts
+    )
+    begin += shared_places
+    shared, slices = 0, SLICES
     if SHAPE.shared > 0:
-        shared_tiles = (tokens + TUNING.columns - 1) // TUNING.columns
-        if item < shared_items:
-            shared, expert = 1, 0
-            unit, part = item // shared_tiles, item % shared_tiles
+        if place < shared_places:
+            shared, expert, begin, slices = 1, 0, 0, SHAPE.shared // TUNING.slice
+            of_expert = (tokens + TUNING.columns - 1) // TUNING.columns
             # All bits up to the last token; in two steps, as there can be as many as there are bits.
             one = gl.sum(masks * 0, 0) + 1
             mask = ((one << (tokens - 1).to(masks.dtype)) - 1) * 2 + 1
-            down_row = unit * TUNING.group * SHAPE.hidden
-    return (shared, expert, unit * WIDTH, down_row), mask, part
+    first, tile, length = run_at(place - begin, end - begin, block, of_expert, slices, TUNING.run)
+    where = (shared, expert, first * TUNING.slice, expert * SLICES + first, length, reciprocal_of(length))
+    return where, mask, tile
 
 
 @gluon.jit
@@ -247,67 +244,64 @@ def _wide(tile, operand):
 
 @gluon.jit
 def _gate_up_scales(
-    scales, neuron, scale_blocks, step, STEP: gl.constexpr, SHAPE: gl.constexpr, TUNING: gl.constexpr
+    scales, neuron, slices, scale_blocks, step, STEP: gl.constexpr, LAYOUT: gl.constexpr, SHAPE: gl.constexpr,
+    TUNING: gl.constexpr,
 ):  # fmt: skip
-    """Of the block that a step's tile of gate lies in, and of that of up."""
+    """Of the blocks that a step's tiles of gate lie in, and of those of up."""
     gate, up = 1.0, 1.0
     if SHAPE.scales == "block":
-        STEPS: gl.constexpr = SHAPE.hidden // STEP
-        block = (neuron + gl.minimum(step // STEPS, TUNING.group - 1) * TUNING.slice) // _SCALE_BLOCK
-        at = step % STEPS * STEP // _SCALE_BLOCK
-        gate = gl.load(scales + block * SHAPE.hidden_blocks + at)
-        up = gl.load(scales + (scale_blocks + block) * SHAPE.hidden_blocks + at)
+        STEPS: gl.constexpr = SHAPE.hidden // (2 * STEP)
+        block = (neuron + gl.minimum(step // STEPS, slices - 1) * TUNING.slice) // _SCALE_BLOCK
+        tile = step % STEPS * 2 + gl.arange(0, 2, layout=LAYOUT)
+        at = tile * STEP // _SCALE_BLOCK
+        gate = gl.load(scales + (block * SHAPE.hidden_blocks + at))
+        up = gl.load(scales + ((scale_blocks + block) * SHAPE.hidden_blocks + at))
     return gate, up
 
 
 @gluon.jit
-def _down_scales(scales, neuron, scale_blocks, step, row, SHAPE: gl.constexpr, TUNING: gl.constexpr):
-    """Of the rows of a step's tile of down."""
-    scale = row.to(gl.float32)
+def _down_scales(scales, neuron, slices, reciprocal, scale_blocks, step, row, SHAPE: gl.constexpr, TUNING: gl.constexpr):
+    """Of the rows of a step's first tile of down, and of its second."""
+    scale, odd_scale = row.to(gl.float32), row.to(gl.float32)
     if SHAPE.scales != "none":
-        at = step // TUNING.group % (SHAPE.hidden // row.shape[0]) * row.shape[0] + row
+        ROWS: gl.constexpr = row.shape[0]
+        rows, member = rows_and_slice(step, slices, reciprocal)
+        first = rows % (SHAPE.hidden // (2 * ROWS)) * (2 * ROWS)
         if SHAPE.scales == "channel":
-            scale = gl.load(scales + at)
+            scale = gl.load(scales + (first + row))
+            odd_scale = gl.load(scales + (first + ROWS + row))
         else:
-            block = (neuron + step % TUNING.group * TUNING.slice) // _SCALE_BLOCK
-            scale = gl.load(scales + at // _SCALE_BLOCK * scale_blocks + block)
-    return scale
+            block = (neuron + member * TUNING.slice) // _SCALE_BLOCK
+            scale = gl.load(scales + ((first + row) // _SCALE_BLOCK * scale_blocks + block))
+            odd_scale = gl.load(scales + ((first + ROWS + row) // _SCALE_BLOCK * scale_blocks + block))
+    return scale, odd_scale
 
 
 @gluon.jit
-def _multiply_gate_up(stage, values, gate_scale, up_scale, gate, up, SHAPE: gl.constexpr):
-    """A step of both sums."""
-    SLICE: gl.constexpr = gate.shape[0]
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, gate.type.layout, values.type.layout.k_width)
-    OPERAND: gl.constexpr = gl.float16 if stage.dtype == gl.uint8 else stage.dtype
-    gate_rows = _wide(stage.slice(0, SLICE).load(LEFT), OPERAND)
-    up_rows = _wide(stage.slice(SLICE, SLICE).load(LEFT), OPERAND)
-    operand = values.to(OPERAND)
+def _multiply_gate_up(tile, values, scale, total, SHAPE: gl.constexpr):
+    """A step of the sums of gate or of up, those of both tiles."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, values.type.layout.k_width)
+    rows = _wide(tile.load(LEFT), values.dtype)
     if SHAPE.scales == "block":
-        zero = gl.zeros_like(gate)
-        gate += mma_v2(gate_rows, operand, zero) * gate_scale
-        up += mma_v2(up_rows, operand, zero) * up_scale
+        return total + mma_v2(rows, values, gl.zeros_like(total)) * scale[:, None, None]
     else:
-        gate = mma_v2(gate_rows, operand, gate)
-        up = mma_v2(up_rows, operand, up)
-    return gate, up
+        return mma_v2(rows, values, total)
 
 
 @gluon.jit
-def _multiply_down(stage, down, inners, units, member, scale, ACC: gl.constexpr, SHAPE: gl.constexpr):
+def _multiply_down(tile, inners, share, member, scale, TERMS: gl.constexpr, ACC: gl.constexpr, SHAPE: gl.constexpr):
     """What a tile adds to the outputs of its rows."""
-    K_WIDTH: gl.constexpr = 4 // (stage.dtype.primitive_bitwidth // 8)
-    TERMS: gl.constexpr = inners.shape[0] // units.shape[0]
-    rows = _wide(_as_tile(stage, down).load(gl.DotOperandLayout(0, ACC, K_WIDTH)), inners.dtype)
-    ROWS: gl.constexpr = down.block_shape[0]
-    COLUMNS: gl.constexpr = units.shape[1]
+    K_WIDTH: gl.constexpr = 4 // (tile.dtype.primitive_bitwidth // 8)
+    rows = _wide(tile.load(gl.DotOperandLayout(0, ACC, K_WIDTH)), inners.dtype)
+    ROWS: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = inners.shape[2]
     product = gl.zeros([ROWS, COLUMNS], gl.float32, layout=ACC)
     for term in gl.static_range(TERMS):
         inner = inners.index(member * TERMS + term).load(gl.DotOperandLayout(1, ACC, K_WIDTH))
         product = mma_v2(rows, inner, product)
     if SHAPE.scales != "none":
         product *= scale[:, None]
-    return product * units.index(member).load(gl.SliceLayout(0, ACC))[None, :]
+    return product * share[None, :]
 
 
 @gluon.jit
@@ -315,6 +309,15 @@ def _power_of_two(bits):
     """The largest one up to a float32 of these bits, within bounds that have an inverse."""
     power = (bits & _INFINITY).to(gl.float32, bitcast=True)
     return gl.minimum(gl.maximum(power, 2.0**-100), 2.0**100)
+
+
+@gluon.jit
+def _peak(product, like):
+    """The largest magnitudes of every row that a thread has: [rows, columns] to the size of `like`."""
+    ROWS: gl.constexpr = like.shape[0]
+    COLUMNS: gl.constexpr = like.shape[1]
+    blocks = product.reshape([product.shape[0] // ROWS, ROWS, COLUMNS])
+    return gl.convert_layout(gl.max(gl.abs(blocks), 0), like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -348,33 +351,43 @@ def moe_kernel(
     SHAPE: gl.constexpr, TUNING: gl.constexpr, TOKENS: gl.constexpr, FINISHERS: gl.constexpr, FIXED: gl.constexpr,
     GATED: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs. The shared expert's items come first, then those of visited experts."""
+    """Grid: any number of programs. The shared expert's part of the list comes first, then those of visited ones."""
     HIDDEN: gl.constexpr = SHAPE.hidden
     SLICE: gl.constexpr = TUNING.slice
     WARPS: gl.constexpr = TUNING.warps
-    GROUP: gl.constexpr = TUNING.group
     COLUMNS: gl.constexpr = TUNING.columns
     STAGES: gl.constexpr = TUNING.stages
     WORD: gl.constexpr = gate_up.dtype
     SIZE: gl.constexpr = WORD.primitive_bitwidth // 8
-    STEP: gl.constexpr = gate_up.block_shape[2]
-    ROWS: gl.constexpr = down.block_shape[0]
-    STEPS: gl.constexpr = HIDDEN // STEP
+    STEP: gl.constexpr = gate_up.block_shape[3]
+    STEPS: gl.constexpr = HIDDEN // (2 * STEP)
+    ROWS: gl.constexpr = down.block_shape[1]
     OPERAND: gl.constexpr = gl.float16 if SIZE == 1 else WORD
     TERMS: gl.constexpr = 2 if OPERAND.is_bf16() else 1
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
     K_WIDTH: gl.constexpr = 4 // SIZE
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, K_WIDTH)
+    # Gate and up: [tile of the pair, neuron, token]. Four warps have 16 neurons each, of both tiles, or eight of one.
+    PAIR: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[WARPS // 4, 4, 1], instr_shape=[1, 16, 8]
+    )
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, PAIR, K_WIDTH)
+    RIGHT_TILE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, RIGHT))
+    RIGHT_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, RIGHT))
+    RIGHT_COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, RIGHT))
+    OF_TILE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, PAIR))
+    # Their sums, and down: [neuron or row, token].
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
     BY_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
     RING: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=_LINE, element_bitwidth=8 * SIZE, rank=2)
+    GATE_UP_PAIR: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=_LINE, element_bitwidth=8 * SIZE, rank=3)
+    DOWN_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SLICE * SIZE, element_bitwidth=8 * SIZE, rank=2)
     INNER: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [0, 1])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    ring = gl.allocate_shared_memory(WORD, [2 * STAGES, 2 * SLICE, STEP], RING)
+    ring = gl.allocate_shared_memory(WORD, [STAGES, 4 * SLICE, STEP], RING)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    inners = gl.allocate_shared_memory(OPERAND, [GROUP * TERMS, SLICE, COLUMNS], INNER)
-    units = gl.allocate_shared_memory(gl.float32, [GROUP, COLUMNS], FLAT)
+    inners = gl.allocate_shared_memory(OPERAND, [TUNING.run * TERMS, SLICE, COLUMNS], INNER)
+    units = gl.allocate_shared_memory(gl.float32, [TUNING.run, COLUMNS], FLAT)
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
     wait_for_previous_kernel()
@@ -382,24 +395,28 @@ def moe_kernel(
 
     masks, top, divisor = route(logits, correction, tokens, logits_stride, SHAPE, TOKENS, WARPS)
     tiles, first_tile = tiles_of_experts(masks, COLUMNS)
-    shared_items = SHAPE.shared // (SLICE * GROUP) * ((tokens + COLUMNS - 1) // COLUMNS)
-    items = shared_items + gl.sum(tiles, 0) * (SHAPE.intermediate // (SLICE * GROUP))
+    shared_places = SHAPE.shared // SLICE * ((tokens + COLUMNS - 1) // COLUMNS)
+    places = shared_places + gl.sum(tiles, 0) * (SHAPE.intermediate // SLICE)
+    length = length_of_ranges(places, gl.num_programs(0))
+    place = gl.program_id(0) * length
+    end = gl.minimum(place + length, places)
     weights = (gate_up, down, shared_gate_up, shared_down)
-    programs = gl.num_programs(0)
-    first = gl.program_id(0)
-    if first < items:
-        here, mask, part = _item(first, tokens, masks, tiles, first_tile, shared_items, SHAPE, TUNING)
+    if place < end:
+        here, mask, tile = _run(
+            place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING
+        )
         for i in gl.static_range(STAGES - 1):
-            _request(2 * i, i, here, here, False, weights, ring, bars, SHAPE, TUNING)
+            _request(i, i, here, here, False, weights, ring, bars, SHAPE, TUNING)
         turn = 0
-        for item in range(first, items, programs):
-            has_next = item + programs < items
-            shared, expert, neuron, _ = here
-            following, next_mask, next_part = _item(
-                item + programs, tokens, masks, tiles, first_tile, shared_items, SHAPE, TUNING
+        while place < end:
+            shared, expert, neuron, _, slices, reciprocal = here
+            place += slices
+            has_next = place < end
+            following, next_mask, next_tile = _run(
+                gl.minimum(place, end - 1), end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING
             )
-            of_operand, has_operand = columns_of(mask, part, TOKENS, COLUMNS, gl.SliceLayout(0, RIGHT))
-            of_column, real = columns_of(mask, part, TOKENS, COLUMNS, BY_COLUMN)
+            of_operand, has_operand = columns_of(mask, tile, TOKENS, COLUMNS, RIGHT_COLUMN)
+            of_column, real = columns_of(mask, tile, TOKENS, COLUMNS, BY_COLUMN)
             share = gl.full([COLUMNS], 1.0, gl.float32, layout=BY_COLUMN)
             if shared != 0:
                 if GATED:
@@ -428,36 +445,31 @@ def moe_kernel(
 
             # Gate and up, slice by slice. What does not come through the ring is loaded as soon as the registers are
             # free: nothing waits for it before the next step, not even to be moved.
-            k = gl.arange(0, STEP, layout=gl.SliceLayout(1, RIGHT))
-            sources = x + of_operand[None, :] * x_stride + k[:, None]
-            there = has_operand[None, :]
+            k = gl.arange(0, STEP, layout=RIGHT_ROW)[None, :, None] + gl.arange(0, 2, layout=RIGHT_TILE)[:, None, None] * STEP
+            sources = x + (of_operand[None, None, :] * x_stride + k)
+            there = has_operand[None, None, :]
             values = gl.load(sources, mask=there, other=0.0)
-            odd_values = gl.load(sources + STEP, mask=there, other=0.0)
-            gate_scale, up_scale = _gate_up_scales(gate_scales, neuron, scale_blocks, 0, STEP, SHAPE, TUNING)
-            odd_gate_scale, odd_up_scale = _gate_up_scales(gate_scales, neuron, scale_blocks, 1, STEP, SHAPE, TUNING)
+            gate_scale, up_scale = _gate_up_scales(
+                gate_scales, neuron, slices, scale_blocks, 0, STEP, OF_TILE, SHAPE, TUNING
+            )
             step = 0
-            for g in range(GROUP):
-                gate = gl.zeros([SLICE, COLUMNS], gl.float32, layout=ACC)
-                up = gl.zeros([SLICE, COLUMNS], gl.float32, layout=ACC)
-                odd_gate, odd_up = gate, up
-                for _ in range(STEPS // 2):
-                    place = _take(step, turn, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
-                    gate, up = _multiply_gate_up(ring.index(place), values, gate_scale, up_scale, gate, up, SHAPE)
-                    odd_gate, odd_up = _multiply_gate_up(
-                        ring.index(place + 1), odd_values, odd_gate_scale, odd_up_scale, odd_gate, odd_up, SHAPE
-                    )
-                    step += 2
+            for g in range(slices):
+                gates = gl.zeros([2, SLICE, COLUMNS], gl.float32, layout=PAIR)
+                ups = gl.zeros([2, SLICE, COLUMNS], gl.float32, layout=PAIR)
+                for _ in range(STEPS):
+                    stage = _take(step, turn, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
+                    pair = _reinterpret(stage, WORD, [2, 2, SLICE, STEP], GATE_UP_PAIR)
+                    operand = values.to(OPERAND)
+                    gates = _multiply_gate_up(pair.index(0), operand, gate_scale, gates, SHAPE)
+                    ups = _multiply_gate_up(pair.index(1), operand, up_scale, ups, SHAPE)
+                    step += 1
                     turn += 1
-                    values = gl.load(sources + step % STEPS * STEP, mask=there, other=0.0)
-                    odd_values = gl.load(sources + (step + 1) % STEPS * STEP, mask=there, other=0.0)
+                    values = gl.load(sources + step % STEPS * (2 * STEP), mask=there, other=0.0)
                     gate_scale, up_scale = _gate_up_scales(
-                        gate_scales, neuron, scale_blocks, step, STEP, SHAPE, TUNING
+                        gate_scales, neuron, slices, scale_blocks, step, STEP, OF_TILE, SHAPE, TUNING
                     )
-                    odd_gate_scale, odd_up_scale = _gate_up_scales(
-                        gate_scales, neuron, scale_blocks, step + 1, STEP, SHAPE, TUNING
-                    )
-                gate += odd_gate
-                up += odd_up
+                gate = gl.convert_layout(gl.sum(gates, 0), ACC)
+                up = gl.convert_layout(gl.sum(ups, 0), ACC)
                 if SHAPE.scales == "channel":
                     row = neuron + g * SLICE + gl.arange(0, SLICE, layout=BY_ROW)
                     gate *= gl.load(gate_scales + row)[:, None]
@@ -475,44 +487,43 @@ def moe_kernel(
                     inners.index(g * TERMS + 1).store((inner - rounded.to(gl.float32)).to(OPERAND))
                 units.index(g).store(share * unit * (1 / _UNIT if FIXED else 1.0))
 
-            # Down, for all of them.
+            # Down: of two tiles of rows all slices, then their sum is added to that in memory.
             summed = real & (odd == 0) if FIXED else real
             row = gl.arange(0, ROWS, layout=BY_ROW)
             outputs = sums + of_column[None, :] * HIDDEN + row[:, None]
-            peak = gl.zeros([ROWS, COLUMNS], gl.float32, layout=ACC)
-            scale = _down_scales(down_scales, neuron, scale_blocks, 0, row, SHAPE, TUNING)
-            odd_scale = _down_scales(down_scales, neuron, scale_blocks, 1, row, SHAPE, TUNING)
+            peak = gl.zeros([16 * WARPS, COLUMNS], gl.float32, layout=ACC)
+            scale, odd_scale = _down_scales(
+                down_scales, neuron, slices, reciprocal, scale_blocks, 0, row, SHAPE, TUNING
+            )
             at = 0
-            for start in range(0, HIDDEN, ROWS * (2 if GROUP == 1 else 1)):
+            for start in range(0, HIDDEN, 2 * ROWS):
                 added = gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC)
-                for _ in range(1 if GROUP == 1 else GROUP // 2):
-                    place = _take(step, turn, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
-                    product = _multiply_down(ring.index(place), down, inners, units, at % GROUP, scale, ACC, SHAPE)
-                    odd_product = _multiply_down(
-                        ring.index(place + 1), down, inners, units, (at + 1) % GROUP, odd_scale, ACC, SHAPE
-                    )
-                    at += 2
-                    step += 2
+                odd_added = gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC)
+                for g in range(slices):
+                    stage = _take(step, turn, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
+                    pair = _reinterpret(stage, WORD, down.block_shape, DOWN_TILE)
+                    of_slice = units.index(g).load(BY_COLUMN)
+                    product = _multiply_down(pair.index(0), inners, of_slice, g, scale, TERMS, ACC, SHAPE)
+                    odd_product = _multiply_down(pair.index(1), inners, of_slice, g, odd_scale, TERMS, ACC, SHAPE)
+                    at += 1
+                    step += 1
                     turn += 1
-                    scale = _down_scales(down_scales, neuron, scale_blocks, at, row, SHAPE, TUNING)
-                    odd_scale = _down_scales(down_scales, neuron, scale_blocks, at + 1, row, SHAPE, TUNING)
+                    scale, odd_scale = _down_scales(
+                        down_scales, neuron, slices, reciprocal, scale_blocks, at, row, SHAPE, TUNING
+                    )
                     if FIXED:
-                        peak = gl.maximum(peak, gl.maximum(gl.abs(product), gl.abs(odd_product)))
+                        peak = gl.maximum(peak, gl.maximum(_peak(product, peak), _peak(odd_product, peak)))
                     added += product.to(added.dtype)
-                    if GROUP == 1:
-                        gl.atomic_add(outputs + start, added, mask=summed[None, :], sem="relaxed")
-                        added = odd_product.to(added.dtype)
-                    else:
-                        added += odd_product.to(added.dtype)
-                last = ROWS if GROUP == 1 else 0
-                gl.atomic_add(outputs + (start + last), added, mask=summed[None, :], sem="relaxed")
+                    odd_added += odd_product.to(added.dtype)
+                gl.atomic_add(outputs + start, added, mask=summed[None, :], sem="relaxed")
+                gl.atomic_add(outputs + (start + ROWS), odd_added, mask=summed[None, :], sem="relaxed")
             if FIXED:
                 odd |= (gl.max(peak, 0) > _LARGEST_SHARE / _UNIT).to(gl.int32)
                 gl.atomic_max(broken + of_column, odd, mask=real & (odd != 0), sem="relaxed")
-            here, mask, part = following, next_mask, next_part
+            here, mask, tile = following, next_mask, next_tile
 
-    arriving = gl.minimum(items, programs)
-    if first < arriving:
+    arriving = (places + length - 1) // length
+    if gl.program_id(0) < arriving:
         finishers = gl.minimum(arriving, FINISHERS)
         # All warps have added before the counter says so; that also acquires what others have added.
         _barrier()

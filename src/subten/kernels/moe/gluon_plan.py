@@ -11,8 +11,9 @@ SLICE = 64
 LINE = 128
 """Bytes of a row of a tile of gate or up: what one swizzle of the copy engine spans."""
 _SHARED_MEMORY = 226 << 10
-_BESIDE_RING = 4 << 10
-"""Shared memory of a program beside its tiles, for operands of the second product, reductions and barriers."""
+_BESIDE = 3 << 10
+"""Shared memory of a program beside its tiles and its run, for reductions and barriers."""
+_LONGEST_RUN = 16
 _FINISH_BYTES = 4096
 """Of sums that one program turns into output in one round trip to the L2."""
 _GROUPED_ITEMS_PER_SM = 3.5
@@ -26,29 +27,21 @@ class GluonMoETuning:
     """How one program does its work.
 
     Attributes:
-        slice: neurons of an expert that go through the kernel together, 16 for each warp: their rows of gate and up,
-            their columns of down. All that the bits of a result depend on.
-        group: slices of an expert that are one item: their outputs are added up before they leave the program.
-        columns: tokens of an expert that are one item; more of them are further items.
+        slice: neurons of an expert that go through the kernel together, 16 for each of four warps: their rows of gate
+            and up, their columns of down. All that the bits of a result depend on.
+        columns: tokens of an expert that are multiplied together.
+        run: slices at most whose outputs are added up before they leave the program.
+        warps: of a program. Of eight, four have the first tile of a pair of gate and up, and four the second.
         stages: pairs of tiles in shared memory, the one at work included.
         per_sm: programs that share a multiprocessor.
     """
 
     slice: int
-    group: int
     columns: int
+    run: int
+    warps: int
     stages: int
     per_sm: int
-
-    @property
-    def width(self) -> int:
-        """Neurons of an item."""
-        return self.slice * self.group
-
-    @property
-    def warps(self) -> int:
-        """Of a program."""
-        return self.slice // 16
 
     @property
     def stage_bytes(self) -> int:
@@ -80,19 +73,18 @@ def tile_columns(shape: MoEShape, tokens: int) -> int:
     return max(8, min(16, power_of_two(expected), power_of_two(tokens)))
 
 
-def tune_gluon_moe(shape: MoEShape, tokens: int, num_sms: int) -> GluonMoETuning:
-    """What was fastest on an H200, see docs/kernels/moe.md.
+def longest_run(shape: MoEShape, columns: int, stages: int, per_sm: int) -> int:
+    """Slices that there is room for in shared memory between gate and up and down."""
+    terms = 2 if shape.scales == "none" else 1
+    free = _SHARED_MEMORY // per_sm - stages * 4 * SLICE * LINE - _BESIDE
+    return max(1, min(_LONGEST_RUN, free // (columns * (2 * terms * SLICE + 4))))
 
-    Slices are added up before they leave a program where the items that are left still balance: additions into the
-    sums are then half as many. Three programs on a multiprocessor hide each other's steps; two where there is not
-    even one item for each multiprocessor, so that the next tiles of the few are on their way, and where the routing,
-    which every program looks at, is as much as a wave of items.
-    """
+
+def tune_gluon_moe(shape: MoEShape, tokens: int, num_sms: int) -> GluonMoETuning:
+    """TODO"""
     columns = tile_columns(shape, tokens)
-    visited = expected_experts(shape, tokens) * shape.intermediate + shape.shared
-    grouped = _can_group(shape, 2 * SLICE) and visited / (2 * SLICE) >= _GROUPED_ITEMS_PER_SM * num_sms
-    few = visited / SLICE <= num_sms or tokens * shape.padded_experts >= _MANY_LOGITS
-    return GluonMoETuning(SLICE, 2 if grouped else 1, columns, *((3, 2) if few else (2, 3)))
+    warps, stages, per_sm = (4, 2, 3) if columns == 8 else (8, 3, 2)
+    return GluonMoETuning(SLICE, columns, longest_run(shape, columns, stages, per_sm), warps, stages, per_sm)
 
 
 def expected_experts(shape: MoEShape, tokens: int) -> float:
@@ -106,7 +98,7 @@ def plan_gluon_moe(
     """The plan for up to `tokens` tokens on a GPU of `num_sms` multiprocessors."""
     tuning = tuning or tune_gluon_moe(shape, tokens, num_sms)
     finishers = choose_finishers(shape, tokens, num_sms, sums, _FINISH_BYTES)
-    programs = min(most_items(shape, tokens, tuning.columns, tuning.width), tuning.per_sm * num_sms)
+    programs = min(most_items(shape, tokens, tuning.columns, tuning.slice), tuning.per_sm * num_sms)
     return GluonMoEPlan(tuning, padded_tokens(tokens), programs, finishers, sums)
 
 
@@ -115,10 +107,8 @@ def padded_tokens(tokens: int) -> int:
     return max(4, power_of_two(tokens))
 
 
-def fits(tuning: GluonMoETuning) -> bool:
-    """Whether so many programs fit on a multiprocessor."""
-    return tuning.per_sm * (tuning.stages * tuning.stage_bytes + _BESIDE_RING) <= _SHARED_MEMORY
-
-
-def _can_group(shape: MoEShape, width: int) -> bool:
-    return shape.intermediate % width == 0 and shape.shared % width == 0
+def fits(shape: MoEShape, tuning: GluonMoETuning) -> bool:
+    """Whether so many programs fit on a multiprocessor, and the pairs ahead of one at work are those of its slice and
+    of gate and up of the next."""
+    lines = shape.hidden * (2 if shape.scales == "none" else 1) // LINE
+    return tuning.run <= longest_run(shape, tuning.columns, tuning.stages, tuning.per_sm) and 2 * (tuning.stages - 1) <= lines
