@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -28,11 +29,12 @@ class Compiled:
 
     Attributes:
         name: as in the argument.
-        columns: tokens of an item.
+        columns: tokens of a tile.
         registers: of a thread.
         allowed: that it may have, for as many programs as shall share a multiprocessor.
         gate_up: opcodes of the loop over gate and up, and how often they occur.
         down: likewise, of down.
+        additions: to sums in memory, once for all slices of a run.
         unguarded: copies into the ring that can come behind reads of it without a barrier between.
     """
 
@@ -42,6 +44,7 @@ class Compiled:
     allowed: int
     gate_up: dict[str, int]
     down: dict[str, int]
+    additions: int
     unguarded: list[str]
 
 
@@ -66,10 +69,10 @@ def compile_one(name: str, folder: Path) -> Compiled:
         fp_fusion=True,
         max_registers=tuning.registers,
     )
-    loops = [Counter(map(opcode, lines)) for lines in code.loops()]
-    products = sorted((loop for loop in loops if loop["HMMA"]), key=lambda loop: loop.total())
-    gate_up = next(loop for loop in products if not loop["REDG"])
-    down = next(loop for loop in products if loop["REDG"])
+    products = [text for text in map("\n".join, code.loops()) if "HMMA" in text]
+    innermost = [text for text in products if not any(other in text for other in products if other != text)]
+    gate_up, down = (Counter(map(opcode, text.split("\n"))) for text in innermost)
+    added = next(text for text in products if "REDG" in text)
     return Compiled(
         name,
         tuning.columns,
@@ -77,6 +80,7 @@ def compile_one(name: str, folder: Path) -> Compiled:
         tuning.registers,
         dict(gate_up.most_common()),
         dict(down.most_common()),
+        len(re.findall("REDG", added)),
         code.reachable("LDSM", "UTMALDG", "BAR.SYNC"),
     )
 

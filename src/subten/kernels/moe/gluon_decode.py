@@ -234,6 +234,24 @@ def _run(
 
 
 @gluon.jit
+def _stage_tokens(x, x_stride, mask, tile, staged, TOKENS: gl.constexpr, WARPS: gl.constexpr):
+    """The tokens of a tile of columns, in shared memory, as the tensor core takes them."""
+    STEPS: gl.constexpr = staged.shape[0]
+    STEP: gl.constexpr = staged.shape[2]
+    COLUMNS: gl.constexpr = staged.shape[3]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, STEP // 8, 256 // STEP], [2, 1, WARPS // 2], [1, 2, 0])
+    column, real = columns_of(mask, tile, TOKENS, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    k = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    half = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None] * STEP
+    sources = x + (column[None, None, :] * x_stride + half + k)
+    values = ()
+    for step in gl.static_range(STEPS):
+        values = values + (gl.load(sources + step * 2 * STEP, mask=real[None, None, :], other=0.0),)
+    for step in gl.static_range(STEPS):
+        staged.index(step).store(values[step].to(staged.dtype))
+
+
+@gluon.jit
 def _wide(tile, operand):
     """Weights from shared memory as operand of the tensor core."""
     if tile.dtype == gl.uint8:
@@ -383,11 +401,14 @@ def moe_kernel(
     DOWN_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SLICE * SIZE, element_bitwidth=8 * SIZE, rank=2)
     INNER: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [0, 1])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    STAGED: gl.constexpr = gl.SwizzledSharedLayout(4 * K_WIDTH, 1, 16 // K_WIDTH, [1, 2, 0])
 
     ring = gl.allocate_shared_memory(WORD, [STAGES, 4 * SLICE, STEP], RING)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     inners = gl.allocate_shared_memory(OPERAND, [TUNING.run * TERMS, SLICE, COLUMNS], INNER)
     units = gl.allocate_shared_memory(gl.float32, [TUNING.run, COLUMNS], FLAT)
+    if TUNING.staged:
+        staged = gl.allocate_shared_memory(OPERAND, [STEPS, 2, STEP, COLUMNS], STAGED)
     for i in gl.static_range(STAGES):
         mbarrier.init(bars.index(i), count=1)
     wait_for_previous_kernel()
@@ -448,7 +469,10 @@ def moe_kernel(
             k = gl.arange(0, STEP, layout=RIGHT_ROW)[None, :, None] + gl.arange(0, 2, layout=RIGHT_TILE)[:, None, None] * STEP
             sources = x + (of_operand[None, None, :] * x_stride + k)
             there = has_operand[None, None, :]
-            values = gl.load(sources, mask=there, other=0.0)
+            if TUNING.staged:
+                _stage_tokens(x, x_stride, mask, tile, staged, TOKENS, WARPS)
+            else:
+                values = gl.load(sources, mask=there, other=0.0)
             gate_scale, up_scale = _gate_up_scales(
                 gate_scales, neuron, slices, scale_blocks, 0, STEP, OF_TILE, SHAPE, TUNING
             )
@@ -459,12 +483,16 @@ def moe_kernel(
                 for _ in range(STEPS):
                     stage = _take(step, turn, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
                     pair = _reinterpret(stage, WORD, [2, 2, SLICE, STEP], GATE_UP_PAIR)
-                    operand = values.to(OPERAND)
+                    if TUNING.staged:
+                        operand = staged.index(step % STEPS).load(RIGHT)
+                    else:
+                        operand = values.to(OPERAND)
                     gates = _multiply_gate_up(pair.index(0), operand, gate_scale, gates, SHAPE)
                     ups = _multiply_gate_up(pair.index(1), operand, up_scale, ups, SHAPE)
                     step += 1
                     turn += 1
-                    values = gl.load(sources + step % STEPS * (2 * STEP), mask=there, other=0.0)
+                    if not TUNING.staged:
+                        values = gl.load(sources + step % STEPS * (2 * STEP), mask=there, other=0.0)
                     gate_scale, up_scale = _gate_up_scales(
                         gate_scales, neuron, slices, scale_blocks, step, STEP, OF_TILE, SHAPE, TUNING
                     )

@@ -34,6 +34,8 @@ class GluonMoETuning:
         warps: of a program. Of eight, four have the first tile of a pair of gate and up, and four the second.
         stages: pairs of tiles in shared memory, the one at work included.
         per_sm: programs that share a multiprocessor.
+        staged: whether the tokens of a run are in shared memory; else they are loaded from global memory at each
+            step.
     """
 
     slice: int
@@ -42,6 +44,7 @@ class GluonMoETuning:
     warps: int
     stages: int
     per_sm: int
+    staged: bool
 
     @property
     def stage_bytes(self) -> int:
@@ -73,18 +76,19 @@ def tile_columns(shape: MoEShape, tokens: int) -> int:
     return max(8, min(16, power_of_two(expected), power_of_two(tokens)))
 
 
-def longest_run(shape: MoEShape, columns: int, stages: int, per_sm: int) -> int:
-    """Slices that there is room for in shared memory between gate and up and down."""
+def longest_run(shape: MoEShape, columns: int, stages: int, per_sm: int, staged: bool) -> int:
+    """Slices that there is room for in shared memory between gate and up and down; 0 where there is none."""
     terms = 2 if shape.scales == "none" else 1
-    free = _SHARED_MEMORY // per_sm - stages * 4 * SLICE * LINE - _BESIDE
-    return max(1, min(_LONGEST_RUN, free // (columns * (2 * terms * SLICE + 4))))
+    tokens = 2 * shape.hidden * columns if staged else 0
+    free = _SHARED_MEMORY // per_sm - stages * 4 * SLICE * LINE - tokens - _BESIDE
+    return max(0, min(_LONGEST_RUN, free // (columns * (2 * terms * SLICE + 4))))
 
 
 def tune_gluon_moe(shape: MoEShape, tokens: int, num_sms: int) -> GluonMoETuning:
     """TODO"""
     columns = tile_columns(shape, tokens)
     warps, stages, per_sm = (4, 2, 3) if columns == 8 else (8, 3, 2)
-    return GluonMoETuning(SLICE, columns, longest_run(shape, columns, stages, per_sm), warps, stages, per_sm)
+    return GluonMoETuning(SLICE, columns, longest_run(shape, columns, stages, per_sm, False), warps, stages, per_sm, False)
 
 
 def expected_experts(shape: MoEShape, tokens: int) -> float:
@@ -111,4 +115,5 @@ def fits(shape: MoEShape, tuning: GluonMoETuning) -> bool:
     """Whether so many programs fit on a multiprocessor, and the pairs ahead of one at work are those of its slice and
     of gate and up of the next."""
     lines = shape.hidden * (2 if shape.scales == "none" else 1) // LINE
-    return tuning.run <= longest_run(shape, tuning.columns, tuning.stages, tuning.per_sm) and 2 * (tuning.stages - 1) <= lines
+    longest = longest_run(shape, tuning.columns, tuning.stages, tuning.per_sm, tuning.staged)
+    return 1 <= tuning.run <= longest and 2 * (tuning.stages - 1) <= lines
