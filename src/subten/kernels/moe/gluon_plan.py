@@ -10,9 +10,10 @@ SLICE = 64
 """Neurons that go through the kernel together: four warps with 16 rows of gate and of up each."""
 LINE = 128
 """Bytes of a row of a tile of gate or up: what one swizzle of the copy engine spans."""
-_SHARED_MEMORY = 226 << 10
-_BESIDE = 3 << 10
-"""Shared memory of a program beside its tiles and its run, for reductions and barriers."""
+_SHARED_MEMORY = 228 << 10
+"""Of a multiprocessor, of which every program takes 1 KiB beside what it asks for."""
+_BESIDE = 2 << 10
+"""That 1 KiB, and what else a program has beside its tiles and its run: reductions and barriers."""
 _LONGEST_RUN = 16
 _FINISH_BYTES = 4096
 """Of sums that one program turns into output in one round trip to the L2."""
@@ -76,11 +77,12 @@ def tile_columns(shape: MoEShape, tokens: int) -> int:
     return max(8, min(16, power_of_two(expected), power_of_two(tokens)))
 
 
-def longest_run(shape: MoEShape, columns: int, stages: int, per_sm: int, staged: bool) -> int:
+def longest_run(shape: MoEShape, columns: int, warps: int, stages: int, per_sm: int, staged: bool) -> int:
     """Slices that there is room for in shared memory between gate and up and down; 0 where there is none."""
     terms = 2 if shape.scales == "none" else 1
     tokens = 2 * shape.hidden * columns if staged else 0
-    free = _SHARED_MEMORY // per_sm - stages * 4 * SLICE * LINE - tokens - _BESIDE
+    halves = 8 * SLICE * columns if warps == 8 else 0
+    free = _SHARED_MEMORY // per_sm - stages * 4 * SLICE * LINE - tokens - halves - _BESIDE
     return max(0, min(_LONGEST_RUN, free // (columns * (2 * terms * SLICE + 4))))
 
 
@@ -88,7 +90,7 @@ def tune_gluon_moe(shape: MoEShape, tokens: int, num_sms: int) -> GluonMoETuning
     """TODO"""
     columns = tile_columns(shape, tokens)
     warps, stages, per_sm = (4, 2, 3) if columns == 8 else (8, 3, 2)
-    return GluonMoETuning(SLICE, columns, longest_run(shape, columns, stages, per_sm, False), warps, stages, per_sm, False)
+    return GluonMoETuning(SLICE, columns, longest_run(shape, columns, warps, stages, per_sm, False), warps, stages, per_sm, False)
 
 
 def expected_experts(shape: MoEShape, tokens: int) -> float:
@@ -115,5 +117,7 @@ def fits(shape: MoEShape, tuning: GluonMoETuning) -> bool:
     """Whether so many programs fit on a multiprocessor, and the pairs ahead of one at work are those of its slice and
     of gate and up of the next."""
     lines = shape.hidden * (2 if shape.scales == "none" else 1) // LINE
-    longest = longest_run(shape, tuning.columns, tuning.stages, tuning.per_sm, tuning.staged)
+    longest = longest_run(
+        shape, tuning.columns, tuning.warps, tuning.stages, tuning.per_sm, tuning.staged
+    )
     return 1 <= tuning.run <= longest and 2 * (tuning.stages - 1) <= lines
