@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,11 +26,12 @@ def runs_of(parts: list[tuple[int, int]], program: int, programs: int, longest: 
     place, end = program * length, min((program + 1) * length, places)
     runs = []
     while place < end:
-        begin = 0
-        for expert, (slices, tiles) in enumerate(parts):
-            if place < begin + slices * tiles:
-                break
-            begin += slices * tiles
+        expert, begin = next(
+            (expert, begin)
+            for expert, begin in enumerate(accumulate((a * b for a, b in parts), initial=0))
+            if place < begin + parts[expert][0] * parts[expert][1]
+        )
+        slices, tiles = parts[expert]
         first, tile, count = run_at(place - begin, end - begin, length, tiles, slices, longest)
         runs.append((expert, tile, first, count))
         place += count

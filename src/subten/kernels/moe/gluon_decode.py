@@ -222,9 +222,9 @@ def _run(
     begin += shared_places
     shared, slices = 0, SLICES
     if SHAPE.shared > 0:
+        tiles_of_all = (tokens + TUNING.columns - 1) // TUNING.columns
         if place < shared_places:
-            shared, expert, begin, slices = 1, 0, 0, SHAPE.shared // TUNING.slice
-            of_expert = (tokens + TUNING.columns - 1) // TUNING.columns
+            shared, expert, of_expert, begin, slices = 1, 0, tiles_of_all, 0, SHAPE.shared // TUNING.slice
             # All bits up to the last token; in two steps, as there can be as many as there are bits.
             one = gl.sum(masks * 0, 0) + 1
             mask = ((one << (tokens - 1).to(masks.dtype)) - 1) * 2 + 1
@@ -246,7 +246,7 @@ def _stage_tokens(x, x_stride, mask, tile, staged, TOKENS: gl.constexpr, WARPS: 
     sources = x + (column[None, None, :] * x_stride + half + k)
     values = ()
     for step in gl.static_range(STEPS):
-        values = values + (gl.load(sources + step * 2 * STEP, mask=real[None, None, :], other=0.0),)
+        values += (gl.load(sources + step * 2 * STEP, mask=real[None, None, :], other=0.0),)
     for step in gl.static_range(STEPS):
         staged.index(step).store(values[step].to(staged.dtype))
 
@@ -278,7 +278,9 @@ def _gate_up_scales(
 
 
 @gluon.jit
-def _down_scales(scales, neuron, slices, reciprocal, scale_blocks, step, row, SHAPE: gl.constexpr, TUNING: gl.constexpr):
+def _down_scales(
+    scales, neuron, slices, reciprocal, scale_blocks, step, row, SHAPE: gl.constexpr, TUNING: gl.constexpr
+):
     """Of the rows of a step's first tile of down, and of its second."""
     scale, odd_scale = row.to(gl.float32), row.to(gl.float32)
     if SHAPE.scales != "none":
@@ -423,9 +425,7 @@ def moe_kernel(
     end = gl.minimum(place + length, places)
     weights = (gate_up, down, shared_gate_up, shared_down)
     if place < end:
-        here, mask, tile = _run(
-            place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING
-        )
+        here, mask, tile = _run(place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING)
         for i in gl.static_range(STAGES - 1):
             _request(i, i, here, here, False, weights, ring, bars, SHAPE, TUNING)
         turn = 0
@@ -434,7 +434,16 @@ def moe_kernel(
             place += slices
             has_next = place < end
             following, next_mask, next_tile = _run(
-                gl.minimum(place, end - 1), end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING
+                gl.minimum(place, end - 1),
+                end,
+                length,
+                tokens,
+                masks,
+                tiles,
+                first_tile,
+                shared_places,
+                SHAPE,
+                TUNING,
             )
             of_operand, has_operand = columns_of(mask, tile, TOKENS, COLUMNS, RIGHT_COLUMN)
             of_column, real = columns_of(mask, tile, TOKENS, COLUMNS, BY_COLUMN)
@@ -466,7 +475,10 @@ def moe_kernel(
 
             # Gate and up, slice by slice. What does not come through the ring is loaded as soon as the registers are
             # free: nothing waits for it before the next step, not even to be moved.
-            k = gl.arange(0, STEP, layout=RIGHT_ROW)[None, :, None] + gl.arange(0, 2, layout=RIGHT_TILE)[:, None, None] * STEP
+            k = (
+                gl.arange(0, STEP, layout=RIGHT_ROW)[None, :, None]
+                + gl.arange(0, 2, layout=RIGHT_TILE)[:, None, None] * STEP
+            )
             sources = x + (of_operand[None, None, :] * x_stride + k)
             there = has_operand[None, None, :]
             if TUNING.staged:
@@ -483,10 +495,7 @@ def moe_kernel(
                 for _ in range(STEPS):
                     stage = _take(step, turn, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
                     pair = _reinterpret(stage, WORD, [2, 2, SLICE, STEP], GATE_UP_PAIR)
-                    if TUNING.staged:
-                        operand = staged.index(step % STEPS).load(RIGHT)
-                    else:
-                        operand = values.to(OPERAND)
+                    operand = staged.index(step % STEPS).load(RIGHT) if TUNING.staged else values.to(OPERAND)
                     gates = _multiply_gate_up(pair.index(0), operand, gate_scale, gates, SHAPE)
                     ups = _multiply_gate_up(pair.index(1), operand, up_scale, ups, SHAPE)
                     step += 1

@@ -90,7 +90,9 @@ def tune_gluon_moe(shape: MoEShape, tokens: int, num_sms: int) -> GluonMoETuning
     """TODO"""
     columns = tile_columns(shape, tokens)
     warps, stages, per_sm = (4, 2, 3) if columns == 8 else (8, 3, 2)
-    return GluonMoETuning(SLICE, columns, longest_run(shape, columns, warps, stages, per_sm, False), warps, stages, per_sm, False)
+    return GluonMoETuning(
+        SLICE, columns, longest_run(shape, columns, warps, stages, per_sm, False), warps, stages, per_sm, False
+    )
 
 
 def expected_experts(shape: MoEShape, tokens: int) -> float:
@@ -117,7 +119,5 @@ def fits(shape: MoEShape, tuning: GluonMoETuning) -> bool:
     """Whether so many programs fit on a multiprocessor, and the pairs ahead of one at work are those of its slice and
     of gate and up of the next."""
     lines = shape.hidden * (2 if shape.scales == "none" else 1) // LINE
-    longest = longest_run(
-        shape, tuning.columns, tuning.warps, tuning.stages, tuning.per_sm, tuning.staged
-    )
+    longest = longest_run(shape, tuning.columns, tuning.warps, tuning.stages, tuning.per_sm, tuning.staged)
     return 1 <= tuning.run <= longest and 2 * (tuning.stages - 1) <= lines

@@ -1,4 +1,4 @@
-"""How the work of a launch is shared out: ranges of slices, one for each program, and the runs that it does at a time.
+"""How the work of a launch is shared out: a range of slices for each program, and the runs that it does at a time.
 
 The list of all work has a place for every slice of an expert and every tile of columns of its tokens. It is cut into
 ranges of the same length, one for each program. A program goes through its range in runs: slices of one expert, one
