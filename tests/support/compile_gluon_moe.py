@@ -71,7 +71,8 @@ def compile_one(name: str, folder: Path) -> Compiled:
     )
     products = [text for text in map("\n".join, code.loops()) if "HMMA" in text]
     innermost = [text for text in products if not any(other in text for other in products if other != text)]
-    gate_up, down = (Counter(map(opcode, text.split("\n"))) for text in innermost)
+    # Behind them come ways back from where a warp waits for a barrier.
+    gate_up, down, *_ = (Counter(map(opcode, text.split("\n"))) for text in innermost)
     added = next(text for text in products if "REDG" in text)
     return Compiled(
         name,
