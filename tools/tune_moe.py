@@ -73,7 +73,8 @@ def gluon_candidates(shape: MoEShape, tokens: int, variant: Variant, num_sms: in
         (8, 16), (4, 8), ((2, 3), (3, 2), (2, 2), (4, 1), (5, 1), (6, 1)), (False, True)
     ):
         run = longest_run(shape, columns, warps, stages, per_sm, staged)
-        tuning = GluonMoETuning(SLICE, columns, run, warps, stages, per_sm, staged)
+        down_tiles = 2 if columns * per_sm < 32 else 1
+        tuning = GluonMoETuning(SLICE, columns, run, warps, stages, per_sm, staged, down_tiles)
         crowded = warps * per_sm > 16
         if columns <= max(8, tokens) and not crowded and fits(shape, tuning) and tuning != default.tuning:
             yield make_plan(variant, shape, tokens, num_sms, tuning)

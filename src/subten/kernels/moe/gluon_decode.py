@@ -110,9 +110,9 @@ def decode_arguments(
     return {
         **arguments,
         "gate_up": _gate_up_tiles(weights.gate_up, width),
-        "down": _down_tiles(weights.down, width),
+        "down": _down_tiles(weights.down, width, plan.tuning.down_tiles),
         "shared_gate_up": shared and _gate_up_tiles(shared.gate_up, width),
-        "shared_down": shared and _down_tiles(shared.down, width),
+        "shared_down": shared and _down_tiles(shared.down, width, plan.tuning.down_tiles),
     }
 
 
@@ -125,10 +125,10 @@ def _gate_up_tiles(weight: Tensor, width: int) -> TensorDescriptor:
     return _tiles(lines.transpose(1, 2), [2, 2, width, line])
 
 
-def _down_tiles(weight: Tensor, width: int) -> TensorDescriptor:
-    """The slices of down of all experts one below the other: a pair of tiles is one piece of memory."""
+def _down_tiles(weight: Tensor, width: int, count: int) -> TensorDescriptor:
+    """The slices of down of all experts one below the other: tiles of them are one piece of memory."""
     rows = 2 * LINE // weight.itemsize
-    return _tiles(weight.view(-1, rows, width), [2, rows, width])
+    return _tiles(weight.view(-1, rows, width), [count, rows, width])
 
 
 def _tiles(weight: Tensor, size: list[int]) -> TensorDescriptor:
@@ -152,9 +152,9 @@ def _copy_gate_up(weights, expert, neuron, step, stage, bar, SHAPE: gl.constexpr
 
 @gluon.jit
 def _copy_down(weights, first, step, slices, reciprocal, stage, bar, SHAPE: gl.constexpr):
-    TILES: gl.constexpr = SHAPE.hidden // weights.block_shape[1]
+    COUNT: gl.constexpr = weights.block_shape[0]
     rows, member = rows_and_slice(step, slices, reciprocal)
-    corner = [(first + member) * TILES + 2 * rows, 0, 0]
+    corner = [(first + member) * (SHAPE.hidden // weights.block_shape[1]) + COUNT * rows, 0, 0]
     _copy(weights, corner, bar, _reinterpret(stage, weights.dtype, weights.block_shape, weights.layout))
 
 
@@ -168,13 +168,13 @@ def _request(
     shared, expert, neuron, down_slice, slices, reciprocal = here
     next_shared, next_expert, next_neuron, _, _, _ = following
     first = slices * (SHAPE.hidden // (2 * gate_up.block_shape[3]))
-    all = first + slices * (SHAPE.hidden // (2 * down.block_shape[1]))
+    all = first + slices * (SHAPE.hidden // (down.block_shape[0] * down.block_shape[1]))
     stage = ring.index(turn % TUNING.stages)
     bar = bars.index(turn % TUNING.stages)
     beyond = step >= all
     if (step < all) | has_next:
-        mbarrier.expect(bar, TUNING.stage_bytes)
         if (step < first) | beyond:
+            mbarrier.expect(bar, TUNING.stage_bytes)
             of_expert, of_neuron = gl.where(beyond, next_expert, expert), gl.where(beyond, next_neuron, neuron)
             at = gl.where(beyond, step - all, step)
             if SHAPE.shared > 0:
@@ -185,6 +185,7 @@ def _request(
             else:
                 _copy_gate_up(gate_up, of_expert, of_neuron, at, stage, bar, SHAPE)
         else:
+            mbarrier.expect(bar, TUNING.stage_bytes // 2 * TUNING.down_tiles)
             if SHAPE.shared > 0:
                 if shared != 0:
                     _copy_down(shared_down, down_slice, step - first, slices, reciprocal, stage, bar, SHAPE)
@@ -280,21 +281,23 @@ def _gate_up_scales(
 @gluon.jit
 def _down_scales(
     scales, neuron, slices, reciprocal, scale_blocks, step, row, SHAPE: gl.constexpr, TUNING: gl.constexpr
-):
-    """Of the rows of a step's first tile of down, and of its second."""
-    scale, odd_scale = row.to(gl.float32), row.to(gl.float32)
-    if SHAPE.scales != "none":
-        ROWS: gl.constexpr = row.shape[0]
-        rows, member = rows_and_slice(step, slices, reciprocal)
-        first = rows % (SHAPE.hidden // (2 * ROWS)) * (2 * ROWS)
-        if SHAPE.scales == "channel":
-            scale = gl.load(scales + (first + row))
-            odd_scale = gl.load(scales + (first + ROWS + row))
+):  # fmt: skip
+    """Of the rows of each of a step's tiles of down."""
+    ROWS: gl.constexpr = row.shape[0]
+    COUNT: gl.constexpr = TUNING.down_tiles
+    STEPS: gl.constexpr = SHAPE.hidden // (COUNT * ROWS)
+    rows, member = rows_and_slice(step, slices, reciprocal)
+    of_tiles = ()
+    for i in gl.static_range(COUNT):
+        at = (rows % STEPS * COUNT + i) * ROWS + row
+        if SHAPE.scales == "none":
+            of_tiles += (1.0,)
+        elif SHAPE.scales == "channel":
+            of_tiles += (gl.load(scales + at),)
         else:
             block = (neuron + member * TUNING.slice) // _SCALE_BLOCK
-            scale = gl.load(scales + ((first + row) // _SCALE_BLOCK * scale_blocks + block))
-            odd_scale = gl.load(scales + ((first + ROWS + row) // _SCALE_BLOCK * scale_blocks + block))
-    return scale, odd_scale
+            of_tiles += (gl.load(scales + (at // _SCALE_BLOCK * scale_blocks + block)),)
+    return of_tiles
 
 
 @gluon.jit
@@ -382,6 +385,7 @@ def moe_kernel(
     STEP: gl.constexpr = gate_up.block_shape[3]
     STEPS: gl.constexpr = HIDDEN // (2 * STEP)
     ROWS: gl.constexpr = down.block_shape[1]
+    COUNT: gl.constexpr = down.block_shape[0]
     OPERAND: gl.constexpr = gl.float16 if SIZE == 1 else WORD
     TERMS: gl.constexpr = 2 if OPERAND.is_bf16() else 1
     K_WIDTH: gl.constexpr = 4 // SIZE
@@ -529,31 +533,31 @@ def moe_kernel(
             row = gl.arange(0, ROWS, layout=BY_ROW)
             outputs = sums + of_column[None, :] * HIDDEN + row[:, None]
             peak = gl.zeros([16 * WARPS, COLUMNS], gl.float32, layout=ACC)
-            scale, odd_scale = _down_scales(
-                down_scales, neuron, slices, reciprocal, scale_blocks, 0, row, SHAPE, TUNING
-            )
+            scales = _down_scales(down_scales, neuron, slices, reciprocal, scale_blocks, 0, row, SHAPE, TUNING)
             at = 0
-            for start in range(0, HIDDEN, 2 * ROWS):
-                added = gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC)
-                odd_added = gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC)
+            for start in range(0, HIDDEN, COUNT * ROWS):
+                added = ()
+                for i in gl.static_range(COUNT):
+                    added += (gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC),)
                 for g in range(slices):
                     stage = _take(step, turn, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
-                    pair = _reinterpret(stage, WORD, down.block_shape, DOWN_TILE)
+                    of_stage = _reinterpret(stage, WORD, down.block_shape, DOWN_TILE)
                     of_slice = units.index(g).load(BY_COLUMN)
-                    product = _multiply_down(pair.index(0), inners, of_slice, g, scale, TERMS, ACC, SHAPE)
-                    odd_product = _multiply_down(pair.index(1), inners, of_slice, g, odd_scale, TERMS, ACC, SHAPE)
+                    more = ()
+                    for i in gl.static_range(COUNT):
+                        product = _multiply_down(of_stage.index(i), inners, of_slice, g, scales[i], TERMS, ACC, SHAPE)
+                        if FIXED:
+                            peak = gl.maximum(peak, _peak(product, peak))
+                        more += (added[i] + product.to(added[i].dtype),)
+                    added = more
                     at += 1
                     step += 1
                     turn += 1
-                    scale, odd_scale = _down_scales(
+                    scales = _down_scales(
                         down_scales, neuron, slices, reciprocal, scale_blocks, at, row, SHAPE, TUNING
                     )
-                    if FIXED:
-                        peak = gl.maximum(peak, gl.maximum(_peak(product, peak), _peak(odd_product, peak)))
-                    added += product.to(added.dtype)
-                    odd_added += odd_product.to(added.dtype)
-                gl.atomic_add(outputs + start, added, mask=summed[None, :], sem="relaxed")
-                gl.atomic_add(outputs + (start + ROWS), odd_added, mask=summed[None, :], sem="relaxed")
+                for i in gl.static_range(COUNT):
+                    gl.atomic_add(outputs + (start + i * ROWS), added[i], mask=summed[None, :], sem="relaxed")
             if FIXED:
                 odd |= (gl.max(peak, 0) > _LARGEST_SHARE / _UNIT).to(gl.int32)
                 gl.atomic_max(broken + of_column, odd, mask=real & (odd != 0), sem="relaxed")

@@ -37,6 +37,7 @@ class GluonMoETuning:
         per_sm: programs that share a multiprocessor.
         staged: whether the tokens of a run are in shared memory; else they are loaded from global memory at each
             step.
+        down_tiles: of a stage, two or one; of two the sums of twice as many outputs are in registers.
     """
 
     slice: int
@@ -46,6 +47,7 @@ class GluonMoETuning:
     stages: int
     per_sm: int
     staged: bool
+    down_tiles: int
 
     @property
     def stage_bytes(self) -> int:
@@ -91,7 +93,7 @@ def tune_gluon_moe(shape: MoEShape, tokens: int, num_sms: int) -> GluonMoETuning
     columns = tile_columns(shape, tokens)
     warps, stages, per_sm = (4, 2, 3) if columns == 8 else (8, 3, 2)
     return GluonMoETuning(
-        SLICE, columns, longest_run(shape, columns, warps, stages, per_sm, False), warps, stages, per_sm, False
+        SLICE, columns, longest_run(shape, columns, warps, stages, per_sm, False), warps, stages, per_sm, False, 2
     )
 
 
