@@ -244,12 +244,12 @@ def _stage_tokens(x, x_stride, mask, tile, staged, TOKENS: gl.constexpr, WARPS: 
     column, real = columns_of(mask, tile, TOKENS, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     k = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
     half = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None] * STEP
-    sources = x + (column[None, None, :] * x_stride + half + k)
+    sources = x + column[None, None, :] * x_stride + half + k
     values = ()
     for step in gl.static_range(STEPS):
         values += (gl.load(sources + step * 2 * STEP, mask=real[None, None, :], other=0.0),)
     for step in gl.static_range(STEPS):
-        staged.index(step).store(values[step].to(staged.dtype))
+        staged.index(step).store(_as_operand(values[step], staged.dtype))
 
 
 @gluon.jit
@@ -259,6 +259,23 @@ def _wide(tile, operand):
         return tile.to(gl.float8e4nv, bitcast=True).to(operand)
     else:
         return tile
+
+
+@gluon.jit
+def _as_operand(tokens, operand):
+    """Tokens as operand of the tensor core. Of two in bf16, one is shifted up and one masked, which the compiler
+    would do in three steps."""
+    if tokens.dtype == gl.bfloat16 and operand == gl.float16:
+        return gl.inline_asm_elementwise(
+            "{ .reg .b32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; cvt.rn.f16x2.f32 $0, b, a; }",
+            "=r,r",
+            [tokens],
+            dtype=gl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tokens.to(operand)
 
 
 @gluon.jit
@@ -483,7 +500,7 @@ def moe_kernel(
                 gl.arange(0, STEP, layout=RIGHT_ROW)[None, :, None]
                 + gl.arange(0, 2, layout=RIGHT_TILE)[:, None, None] * STEP
             )
-            sources = x + (of_operand[None, None, :] * x_stride + k)
+            sources = x + of_operand[None, None, :] * x_stride + k
             there = has_operand[None, None, :]
             if TUNING.staged:
                 _stage_tokens(x, x_stride, mask, tile, staged, TOKENS, WARPS)
@@ -499,7 +516,7 @@ def moe_kernel(
                 for _ in range(STEPS):
                     stage = _take(step, turn, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
                     pair = _reinterpret(stage, WORD, [2, 2, SLICE, STEP], GATE_UP_PAIR)
-                    operand = staged.index(step % STEPS).load(RIGHT) if TUNING.staged else values.to(OPERAND)
+                    operand = staged.index(step % STEPS).load(RIGHT) if TUNING.staged else _as_operand(values, OPERAND)
                     gates = _multiply_gate_up(pair.index(0), operand, gate_scale, gates, SHAPE)
                     ups = _multiply_gate_up(pair.index(1), operand, up_scale, ups, SHAPE)
                     step += 1
