@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from subten.kernels.moe.gluon_decode import decode_arguments, moe_kernel
-from subten.kernels.moe.gluon_plan import SLICE, plan_gluon_moe
+from subten.kernels.moe.gluon_plan import REGISTERS, SLICE, WARPS, plan_gluon_moe
 from subten.kernels.moe.packing import cut_down
 from subten.kernels.moe.plan import MoEShape
 from subten.kernels.moe.triton_decode import MoEScratch
@@ -31,11 +31,11 @@ class Compiled:
         name: as in the argument.
         columns: tokens of a tile.
         registers: of a thread.
-        allowed: that it may have, for as many programs as shall share a multiprocessor.
+        allowed: that it may have.
         gate_up: opcodes of the loop over gate and up, and how often they occur.
         down: likewise, of down.
         additions: to sums in memory, once for all slices of a run.
-        unguarded: copies into the ring that can come behind reads of it without a barrier between.
+        unguarded: signs that a stage is free that can come behind reads of it without a barrier between.
     """
 
     name: str
@@ -63,11 +63,11 @@ def compile_one(name: str, folder: Path) -> Compiled:
     code = compile_kernel(
         moe_kernel,
         arguments,
-        tuning.warps,
+        WARPS,
         CAPABILITY,
         folder,
         fp_fusion=True,
-        max_registers=tuning.registers,
+        max_registers=REGISTERS,
     )
     products = [text for text in map("\n".join, code.loops()) if "HMMA" in text]
     innermost = [text for text in products if not any(other in text for other in products if other != text)]
@@ -78,11 +78,11 @@ def compile_one(name: str, folder: Path) -> Compiled:
         name,
         tuning.columns,
         code.registers,
-        tuning.registers,
+        REGISTERS,
         dict(gate_up.most_common()),
         dict(down.most_common()),
         len(re.findall("REDG", added)),
-        code.reachable("LDSM", "UTMALDG", "BAR.SYNC"),
+        code.reachable("LDSM", "SYNCS.ARRIVE", "BAR.SYNC"),
     )
 
 

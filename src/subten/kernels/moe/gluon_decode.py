@@ -31,9 +31,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from subten.kernels.attention.gluon_ptx import let_next_kernel_start, wait_for_previous_kernel
 from subten.kernels.moe import triton_decode
-from subten.kernels.moe.gluon_plan import LINE, GluonMoEPlan, plan_gluon_moe
+from subten.kernels.moe.gluon_plan import LINE, REGISTERS, WARPS, GluonMoEPlan, plan_gluon_moe
 from subten.kernels.moe.gluon_routing import columns_of, locate, route, shares_of, tiles_of_experts
-from subten.kernels.moe.gluon_schedule import length_of_ranges, reciprocal_of, rows_and_slice, run_at
+from subten.kernels.moe.gluon_schedule import length_of_ranges, run_at
 from subten.kernels.moe.inputs import SCALE_BLOCK, MoEWeights
 from subten.kernels.moe.plan import MoEShape
 from subten.kernels.moe.reference import router_logits
@@ -47,6 +47,7 @@ _reinterpret = _Memory.reinterpret if hasattr(_Memory, "reinterpret") else _Memo
 
 _LOG2_E = gl.constexpr(math.log2(math.e))
 _LINE = gl.constexpr(LINE)
+_WARPS = gl.constexpr(WARPS)
 _SCALE_BLOCK = gl.constexpr(SCALE_BLOCK)
 _UNIT = gl.constexpr(2.0**-32)
 """Of the sums: a token whose outputs are as small as 1e-3 still gets them to 2e-7."""
@@ -86,8 +87,8 @@ def moe_decode(
     logits = router_logits(x, weights) if logits is None else logits
     moe_kernel[(plan.programs,)](
         **decode_arguments(x, logits, weights, plan, scratch, out, activation, residual, factor),
-        num_warps=plan.tuning.warps,
-        maxnreg=plan.tuning.registers,
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
         launch_pdl=True,
     )
     return out
@@ -110,9 +111,9 @@ def decode_arguments(
     return {
         **arguments,
         "gate_up": _gate_up_tiles(weights.gate_up, width),
-        "down": _down_tiles(weights.down, width, plan.tuning.down_tiles),
+        "down": _down_tiles(weights.down, width),
         "shared_gate_up": shared and _gate_up_tiles(shared.gate_up, width),
-        "shared_down": shared and _down_tiles(shared.down, width, plan.tuning.down_tiles),
+        "shared_down": shared and _down_tiles(shared.down, width),
     }
 
 
@@ -125,10 +126,10 @@ def _gate_up_tiles(weight: Tensor, width: int) -> TensorDescriptor:
     return _tiles(lines.transpose(1, 2), [2, 2, width, line])
 
 
-def _down_tiles(weight: Tensor, width: int, count: int) -> TensorDescriptor:
-    """The slices of down of all experts one below the other: tiles of them are one piece of memory."""
+def _down_tiles(weight: Tensor, width: int) -> TensorDescriptor:
+    """The slices of down of all experts one below the other: a pair of tiles is one piece of memory."""
     rows = 2 * LINE // weight.itemsize
-    return _tiles(weight.view(-1, rows, width), [count, rows, width])
+    return _tiles(weight.view(-1, rows, width), [2, rows, width])
 
 
 def _tiles(weight: Tensor, size: list[int]) -> TensorDescriptor:
@@ -143,67 +144,95 @@ def _tiles(weight: Tensor, size: list[int]) -> TensorDescriptor:
 
 
 @gluon.jit
-def _copy_gate_up(weights, expert, neuron, step, stage, bar, SHAPE: gl.constexpr):
-    SLICE: gl.constexpr = weights.block_shape[2]
-    STEPS: gl.constexpr = SHAPE.hidden // (2 * weights.block_shape[3])
-    corner = [2 * expert, step % STEPS * 2, neuron + step // STEPS * SLICE, 0]
-    _copy(weights, corner, bar, _reinterpret(stage, weights.dtype, weights.block_shape, weights.layout))
-
-
-@gluon.jit
-def _copy_down(weights, first, step, slices, reciprocal, stage, bar, SHAPE: gl.constexpr):
-    COUNT: gl.constexpr = weights.block_shape[0]
-    rows, member = rows_and_slice(step, slices, reciprocal)
-    corner = [(first + member) * (SHAPE.hidden // weights.block_shape[1]) + COUNT * rows, 0, 0]
-    _copy(weights, corner, bar, _reinterpret(stage, weights.dtype, weights.block_shape, weights.layout))
-
-
-@gluon.jit
-def _request(
-    step, turn, here, following, has_next, weights, ring, bars, SHAPE: gl.constexpr, TUNING: gl.constexpr
+def _fetch(
+    gate_up, down, shared_gate_up, shared_down, runs, ring, posted, full, empty, SHAPE: gl.constexpr,
+    TUNING: gl.constexpr,
 ):  # fmt: skip
-    """Ask for a pair of tiles: the `step`-th of a run, or of gate and up of the run behind it. `turn` counts the
-    pairs of a program, and `here` and `following` are what `_run` returned."""
-    gate_up, down, shared_gate_up, shared_down = weights
-    shared, expert, neuron, down_slice, slices, reciprocal = here
-    next_shared, next_expert, next_neuron, _, _, _ = following
-    first = slices * (SHAPE.hidden // (2 * gate_up.block_shape[3]))
-    all = first + slices * (SHAPE.hidden // (down.block_shape[0] * down.block_shape[1]))
-    stage = ring.index(turn % TUNING.stages)
-    bar = bars.index(turn % TUNING.stages)
-    beyond = step >= all
-    if (step < all) | has_next:
-        if (step < first) | beyond:
-            mbarrier.expect(bar, TUNING.stage_bytes)
-            of_expert, of_neuron = gl.where(beyond, next_expert, expert), gl.where(beyond, next_neuron, neuron)
-            at = gl.where(beyond, step - all, step)
-            if SHAPE.shared > 0:
-                if gl.where(beyond, next_shared, shared) != 0:
-                    _copy_gate_up(shared_gate_up, of_expert, of_neuron, at, stage, bar, SHAPE)
-                else:
-                    _copy_gate_up(gate_up, of_expert, of_neuron, at, stage, bar, SHAPE)
+    """All that one warp does: ask for the tiles of every run that is posted, up to one without slices."""
+    number = 0
+    turn = 0
+    shared, expert, first, slices = _posted_run(runs, posted, number)
+    while slices > 0:
+        if SHAPE.shared > 0:
+            if shared != 0:
+                turn = _fetch_run(
+                    shared_gate_up, shared_down, expert, first, slices, SHAPE.shared, turn, ring, full, empty, SHAPE, TUNING
+                )
             else:
-                _copy_gate_up(gate_up, of_expert, of_neuron, at, stage, bar, SHAPE)
+                turn = _fetch_run(
+                    gate_up, down, expert, first, slices, SHAPE.intermediate, turn, ring, full, empty, SHAPE, TUNING
+                )
         else:
-            mbarrier.expect(bar, TUNING.stage_bytes // 2 * TUNING.down_tiles)
-            if SHAPE.shared > 0:
-                if shared != 0:
-                    _copy_down(shared_down, down_slice, step - first, slices, reciprocal, stage, bar, SHAPE)
-                else:
-                    _copy_down(down, down_slice, step - first, slices, reciprocal, stage, bar, SHAPE)
-            else:
-                _copy_down(down, down_slice, step - first, slices, reciprocal, stage, bar, SHAPE)
+            turn = _fetch_run(
+                gate_up, down, expert, first, slices, SHAPE.intermediate, turn, ring, full, empty, SHAPE, TUNING
+            )
+        number += 1
+        shared, expert, first, slices = _posted_run(runs, posted, number)
 
 
 @gluon.jit
-def _take(
-    step, turn, here, following, has_next, weights, ring, bars, SHAPE: gl.constexpr, TUNING: gl.constexpr
+def _fetch_run(
+    gate_up, down, expert, first, slices, WIDTH: gl.constexpr, turn, ring, full, empty, SHAPE: gl.constexpr,
+    TUNING: gl.constexpr,
 ):  # fmt: skip
-    """Wait for a pair of tiles, ask for the one that takes the place of the one before, and return where it is."""
-    AHEAD: gl.constexpr = TUNING.stages - 1
-    mbarrier.wait(bars.index(turn % TUNING.stages), (turn // TUNING.stages) & 1)
-    _request(step + AHEAD, turn + AHEAD, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
-    return ring.index(turn % TUNING.stages)
+    """Gate and up slice by slice, then down rows by rows."""
+    PAIRS: gl.constexpr = SHAPE.hidden // (2 * gate_up.block_shape[3])
+    TILES: gl.constexpr = SHAPE.hidden // down.block_shape[1]
+    for member in range(first, first + slices):
+        for pair in range(PAIRS):
+            stage, bar = _free_stage(turn, ring, full, empty, TUNING)
+            mbarrier.expect(bar, TUNING.stage_bytes)
+            _copy(gate_up, [2 * expert, 2 * pair, member * TUNING.slice, 0], bar, _as_tiles(stage, gate_up))
+            turn += 1
+    begin = expert * (WIDTH // TUNING.slice) + first
+    for rows in range(0, TILES, 2):
+        for member in range(begin, begin + slices):
+            stage, bar = _free_stage(turn, ring, full, empty, TUNING)
+            mbarrier.expect(bar, TUNING.stage_bytes)
+            _copy(down, [member * TILES + rows, 0, 0], bar, _as_tiles(stage, down))
+            turn += 1
+    return turn
+
+
+@gluon.jit
+def _free_stage(turn, ring, full, empty, TUNING: gl.constexpr):
+    """Wait until all warps have read what was in the next stage; where it is, and the barrier that says it is full."""
+    place = turn % TUNING.stages
+    mbarrier.wait(empty.index(place), (turn // TUNING.stages & 1) ^ 1)
+    return ring.index(place), full.index(place)
+
+
+@gluon.jit
+def _as_tiles(stage, weights):
+    """A stage of the ring as the copy engine fills it from `weights`."""
+    return _reinterpret(stage, weights.dtype, weights.block_shape, weights.layout)
+
+
+@gluon.jit
+def _post_run(runs, posted, number, run):
+    """Tell the warp that fetches tiles where those of a run are. There is room for two runs: tiles of the one before
+    the last have come when this one is posted."""
+    shared, expert, first, slices = run
+    index = gl.arange(0, 4, layout=gl.BlockedLayout([1], [32], [_WARPS], [0]))
+    of_expert = gl.where(index < 1, shared, expert)
+    of_slices = gl.where(index < 3, first, slices)
+    runs.index(number % 2).store(gl.where(index < 2, of_expert, of_slices))
+    mbarrier.arrive(posted.index(number % 2), count=1)
+
+
+@gluon.jit
+def _posted_run(runs, posted, number):
+    """What was posted, as soon as it is."""
+    mbarrier.wait(posted.index(number % 2), number // 2 & 1)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    index = gl.arange(0, 4, layout=LAYOUT)
+    run = runs.index(number % 2).load(LAYOUT)
+    return (
+        gl.sum(gl.where(index == 0, run, 0), 0),
+        gl.sum(gl.where(index == 1, run, 0), 0),
+        gl.sum(gl.where(index == 2, run, 0), 0),
+        gl.sum(gl.where(index == 3, run, 0), 0),
+    )
 
 
 # --- runs --------------------------------------------------------------------------------------------------------
@@ -213,34 +242,33 @@ def _take(
 def _run(
     place, end, block, tokens, masks, tiles, first_tile, shared_places, SHAPE: gl.constexpr, TUNING: gl.constexpr
 ):  # fmt: skip
-    """The run that begins at a place of the list. Where its weights are (whether of the shared expert, which expert,
-    the first neuron, the first slice of down, how many slices, and the reciprocal of that), the expert's tokens as
-    bits, and which tile of columns it is for."""
+    """The run that begins at a place of the list: whether it is of the shared expert, its expert, its first slice and
+    how many it has, none at the end; the expert's tokens as bits, and which tile of columns it is for."""
     SLICES: gl.constexpr = SHAPE.intermediate // TUNING.slice
+    last = gl.minimum(place, end - 1)
     expert, mask, of_expert, begin = locate(
-        place - shared_places, masks, tiles, first_tile, SLICES, SHAPE.padded_experts
+        last - shared_places, masks, tiles, first_tile, SLICES, SHAPE.padded_experts
     )
     begin += shared_places
     shared, slices = 0, SLICES
     if SHAPE.shared > 0:
         tiles_of_all = (tokens + TUNING.columns - 1) // TUNING.columns
-        if place < shared_places:
+        if last < shared_places:
             shared, expert, of_expert, begin, slices = 1, 0, tiles_of_all, 0, SHAPE.shared // TUNING.slice
             # All bits up to the last token; in two steps, as there can be as many as there are bits.
             one = gl.sum(masks * 0, 0) + 1
             mask = ((one << (tokens - 1).to(masks.dtype)) - 1) * 2 + 1
-    first, tile, length = run_at(place - begin, end - begin, block, of_expert, slices, TUNING.run)
-    where = (shared, expert, first * TUNING.slice, expert * SLICES + first, length, reciprocal_of(length))
-    return where, mask, tile
+    first, tile, length = run_at(last - begin, end - begin, block, of_expert, slices, TUNING.run)
+    return (shared, expert, first, gl.where(place < end, length, 0)), mask, tile
 
 
 @gluon.jit
-def _stage_tokens(x, x_stride, mask, tile, staged, TOKENS: gl.constexpr, WARPS: gl.constexpr):
+def _stage_tokens(x, x_stride, mask, tile, staged, TOKENS: gl.constexpr):
     """The tokens of a tile of columns, in shared memory, as the tensor core takes them."""
     STEPS: gl.constexpr = staged.shape[0]
     STEP: gl.constexpr = staged.shape[2]
     COLUMNS: gl.constexpr = staged.shape[3]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, STEP // 8, 256 // STEP], [2, 1, WARPS // 2], [1, 2, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, STEP // 8, 256 // STEP], [2, 1, _WARPS // 2], [1, 2, 0])
     column, real = columns_of(mask, tile, TOKENS, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     k = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
     half = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None] * STEP
@@ -296,17 +324,13 @@ def _gate_up_scales(
 
 
 @gluon.jit
-def _down_scales(
-    scales, neuron, slices, reciprocal, scale_blocks, step, row, SHAPE: gl.constexpr, TUNING: gl.constexpr
-):  # fmt: skip
-    """Of the rows of each of a step's tiles of down."""
+def _down_scales(scales, neuron, scale_blocks, step, member, row, SHAPE: gl.constexpr, TUNING: gl.constexpr):
+    """Of the rows of each of the tiles of down of a step, beyond the last step those of the first."""
     ROWS: gl.constexpr = row.shape[0]
-    COUNT: gl.constexpr = TUNING.down_tiles
-    STEPS: gl.constexpr = SHAPE.hidden // (COUNT * ROWS)
-    rows, member = rows_and_slice(step, slices, reciprocal)
+    STEPS: gl.constexpr = SHAPE.hidden // (2 * ROWS)
     of_tiles = ()
-    for i in gl.static_range(COUNT):
-        at = (rows % STEPS * COUNT + i) * ROWS + row
+    for i in gl.static_range(2):
+        at = (step % STEPS * 2 + i) * ROWS + row
         if SHAPE.scales == "none":
             of_tiles += (1.0,)
         elif SHAPE.scales == "channel":
@@ -318,27 +342,25 @@ def _down_scales(
 
 
 @gluon.jit
-def _multiply_gate_up(tile, values, scale, total, SHAPE: gl.constexpr):
+def _multiply_gate_up(rows, values, scale, total, SHAPE: gl.constexpr):
     """A step of the sums of gate or of up, those of both tiles."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, values.type.layout.k_width)
-    rows = _wide(tile.load(LEFT), values.dtype)
+    wide = _wide(rows, values.dtype)
     if SHAPE.scales == "block":
-        return total + mma_v2(rows, values, gl.zeros_like(total)) * scale[:, None, None]
+        return total + mma_v2(wide, values, gl.zeros_like(total)) * scale[:, None, None]
     else:
-        return mma_v2(rows, values, total)
+        return mma_v2(wide, values, total)
 
 
 @gluon.jit
-def _multiply_down(tile, inners, share, member, scale, TERMS: gl.constexpr, ACC: gl.constexpr, SHAPE: gl.constexpr):
-    """What a tile adds to the outputs of its rows."""
-    K_WIDTH: gl.constexpr = 4 // (tile.dtype.primitive_bitwidth // 8)
-    rows = _wide(tile.load(gl.DotOperandLayout(0, ACC, K_WIDTH)), inners.dtype)
-    ROWS: gl.constexpr = tile.shape[0]
-    COLUMNS: gl.constexpr = inners.shape[2]
+def _multiply_down(rows, inner, share, scale, SHAPE: gl.constexpr):
+    """What a tile adds to the outputs of its rows; `inner` has one term or two."""
+    ACC: gl.constexpr = rows.type.layout.parent
+    ROWS: gl.constexpr = rows.shape[0]
+    COLUMNS: gl.constexpr = share.shape[0]
+    wide = _wide(rows, inner[0].dtype)
     product = gl.zeros([ROWS, COLUMNS], gl.float32, layout=ACC)
-    for term in gl.static_range(TERMS):
-        inner = inners.index(member * TERMS + term).load(gl.DotOperandLayout(1, ACC, K_WIDTH))
-        product = mma_v2(rows, inner, product)
+    for term in gl.static_range(len(inner)):
+        product = mma_v2(wide, inner[term], product)
     if SHAPE.scales != "none":
         product *= scale[:, None]
     return product * share[None, :]
@@ -368,7 +390,7 @@ def _finish(
     """Turn every `finishers`-th block of sums, from `number` on, into output, and clear it. Every thread clears what
     it has read: the layout is one."""
     BLOCK: gl.constexpr = 512
-    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [TUNING.warps], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [_WARPS], [0])
     offset = gl.arange(0, BLOCK, layout=LAYOUT)
     for start in range(number * BLOCK, tokens * SHAPE.hidden, finishers * BLOCK):
         at = start + offset
@@ -384,6 +406,193 @@ def _finish(
         gl.store(sums + at, gl.zeros([BLOCK], sums.dtype.element_ty, layout=LAYOUT), mask=inside)
 
 
+@gluon.jit
+def _work(
+    x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up_scale, shared_down_scale, sums,
+    broken, tokens, x_stride, logits_stride, runs, ring, posted, full, empty, inners, units, staged,
+    SHAPE: gl.constexpr, TUNING: gl.constexpr, TOKENS: gl.constexpr, FIXED: gl.constexpr, GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """All that the other warps do: routing, and the products of the program's runs. How many programs have any."""
+    HIDDEN: gl.constexpr = SHAPE.hidden
+    SLICE: gl.constexpr = TUNING.slice
+    COLUMNS: gl.constexpr = TUNING.columns
+    STAGES: gl.constexpr = TUNING.stages
+    WORD: gl.constexpr = gate_up.dtype
+    SIZE: gl.constexpr = WORD.primitive_bitwidth // 8
+    STEP: gl.constexpr = gate_up.block_shape[3]
+    STEPS: gl.constexpr = HIDDEN // (2 * STEP)
+    ROWS: gl.constexpr = down.block_shape[1]
+    OPERAND: gl.constexpr = gl.float16 if SIZE == 1 else WORD
+    TERMS: gl.constexpr = 2 if OPERAND.is_bf16() else 1
+    K_WIDTH: gl.constexpr = 4 // SIZE
+    # Gate and up: [tile of the pair, neuron, token]. Four warps have 16 neurons each, of both tiles, or eight of one.
+    PAIR: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[_WARPS // 4, 4, 1], instr_shape=[1, 16, 8]
+    )
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, PAIR, K_WIDTH)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, PAIR, K_WIDTH)
+    RIGHT_TILE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, RIGHT))
+    RIGHT_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, RIGHT))
+    RIGHT_COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, RIGHT))
+    OF_TILE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, PAIR))
+    # Their sums, and down: [neuron or row, token].
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[_WARPS, 1], instr_shape=[16, 8])
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    BY_COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
+    GATE_UP_PAIR: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=_LINE, element_bitwidth=8 * SIZE, rank=3)
+    DOWN_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SLICE * SIZE, element_bitwidth=8 * SIZE, rank=2)
+
+    wait_for_previous_kernel()
+    let_next_kernel_start()
+    masks, top, divisor = route(logits, correction, tokens, logits_stride, SHAPE, TOKENS, _WARPS)
+    tiles, first_tile = tiles_of_experts(masks, COLUMNS)
+    shared_places = SHAPE.shared // SLICE * ((tokens + COLUMNS - 1) // COLUMNS)
+    places = shared_places + gl.sum(tiles, 0) * (SHAPE.intermediate // SLICE)
+    length = length_of_ranges(places, gl.num_programs(0))
+    place = gl.program_id(0) * length
+    end = gl.minimum(place + length, places)
+    here, mask, tile = _run(place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING)
+    number = 0
+    turn = 0
+    _post_run(runs, posted, number, here)
+    while place < end:
+        shared, expert, first, slices = here
+        neuron = first * SLICE
+        place += slices
+        number += 1
+        here, next_mask, next_tile = _run(
+            place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING
+        )
+        _post_run(runs, posted, number, here)
+        of_operand, has_operand = columns_of(mask, tile, TOKENS, COLUMNS, RIGHT_COLUMN)
+        of_column, real = columns_of(mask, tile, TOKENS, COLUMNS, BY_COLUMN)
+        share = gl.full([COLUMNS], 1.0, gl.float32, layout=BY_COLUMN)
+        if shared != 0:
+            if GATED:
+                gate_logit = gl.load(
+                    logits + of_column * logits_stride + SHAPE.num_experts, mask=real, other=0.0
+                ).to(gl.float32)
+                share = 1 / (1 + gl.exp2(gate_logit * -_LOG2_E))
+        else:
+            share = shares_of(logits, expert, of_column, real, logits_stride, top, divisor, SHAPE)
+        odd = ((share.to(gl.int32, bitcast=True) & _INFINITY) == _INFINITY).to(gl.int32)
+        gate_scales, down_scales = gate_up_scale, down_scale
+        width = SHAPE.intermediate
+        scale_blocks = SHAPE.scale_blocks
+        if SHAPE.scales == "channel":
+            gate_scales = gate_up_scale + expert.to(gl.int64) * (2 * SHAPE.intermediate)
+            down_scales = down_scale + expert.to(gl.int64) * HIDDEN
+        elif SHAPE.scales == "block":
+            gate_scales = gate_up_scale + expert.to(gl.int64) * (2 * SHAPE.scale_blocks * SHAPE.hidden_blocks)
+            down_scales = down_scale + expert.to(gl.int64) * (SHAPE.scale_blocks * SHAPE.hidden_blocks)
+        if SHAPE.shared > 0:
+            width = gl.where(shared != 0, SHAPE.shared, SHAPE.intermediate)
+            scale_blocks = gl.where(shared != 0, SHAPE.shared_scale_blocks, SHAPE.scale_blocks)
+            if SHAPE.scales != "none":
+                gate_scales = gl.where(shared != 0, shared_gate_up_scale, gate_scales)
+                down_scales = gl.where(shared != 0, shared_down_scale, down_scales)
+
+        # Gate and up, slice by slice. What does not come through the ring is loaded as soon as the registers are
+        # free: nothing waits for it before the next step, not even to be moved.
+        k = (
+            gl.arange(0, STEP, layout=RIGHT_ROW)[None, :, None]
+            + gl.arange(0, 2, layout=RIGHT_TILE)[:, None, None] * STEP
+        )
+        sources = x + of_operand[None, None, :] * x_stride + k
+        there = has_operand[None, None, :]
+        if TUNING.staged:
+            _stage_tokens(x, x_stride, mask, tile, staged, TOKENS)
+        else:
+            values = gl.load(sources, mask=there, other=0.0)
+        gate_scale, up_scale = _gate_up_scales(
+            gate_scales, neuron, slices, scale_blocks, 0, STEP, OF_TILE, SHAPE, TUNING
+        )
+        step = 0
+        for g in range(slices):
+            gates = gl.zeros([2, SLICE, COLUMNS], gl.float32, layout=PAIR)
+            ups = gl.zeros([2, SLICE, COLUMNS], gl.float32, layout=PAIR)
+            for _ in range(STEPS):
+                at = turn % STAGES
+                mbarrier.wait(full.index(at), turn // STAGES & 1)
+                pair = _reinterpret(ring.index(at), WORD, [2, 2, SLICE, STEP], GATE_UP_PAIR)
+                gate_rows = pair.index(0).load(LEFT)
+                up_rows = pair.index(1).load(LEFT)
+                mbarrier.arrive(empty.index(at), count=1)
+                operand = staged.index(step % STEPS).load(RIGHT) if TUNING.staged else _as_operand(values, OPERAND)
+                gates = _multiply_gate_up(gate_rows, operand, gate_scale, gates, SHAPE)
+                ups = _multiply_gate_up(up_rows, operand, up_scale, ups, SHAPE)
+                step += 1
+                turn += 1
+                if not TUNING.staged:
+                    values = gl.load(sources + step % STEPS * (2 * STEP), mask=there, other=0.0)
+                gate_scale, up_scale = _gate_up_scales(
+                    gate_scales, neuron, slices, scale_blocks, step, STEP, OF_TILE, SHAPE, TUNING
+                )
+            gate = gl.convert_layout(gl.sum(gates, 0), ACC)
+            up = gl.convert_layout(gl.sum(ups, 0), ACC)
+            if SHAPE.scales == "channel":
+                row = neuron + g * SLICE + gl.arange(0, SLICE, layout=BY_ROW)
+                gate *= gl.load(gate_scales + row)[:, None]
+                up *= gl.load(gate_scales + width + row)[:, None]
+            inner = ACTIVATION(gate, up)
+            # Brought to at most two, lest it overflow in 16 bit.
+            largest = gl.max(inner.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+            odd |= (largest >= _INFINITY).to(gl.int32)
+            unit = _power_of_two(largest)
+            inner *= (1 / unit)[None, :]
+            rounded = inner.to(OPERAND)
+            inners.index(g * TERMS).store(rounded)
+            if TERMS == 2:
+                # Rounding to 8 bits of mantissa would be most of the error: the rest is multiplied as well.
+                inners.index(g * TERMS + 1).store((inner - rounded.to(gl.float32)).to(OPERAND))
+            units.index(g).store(share * unit * (1 / _UNIT if FIXED else 1.0))
+
+        # Down: of two tiles of rows all slices, then their sum is added to that in memory.
+        summed = real & (odd == 0) if FIXED else real
+        row = gl.arange(0, ROWS, layout=BY_ROW)
+        outputs = sums + of_column[None, :] * HIDDEN + row[:, None]
+        peak = gl.zeros([16 * _WARPS, COLUMNS], gl.float32, layout=ACC)
+        scales = _down_scales(down_scales, neuron, scale_blocks, 0, 0, row, SHAPE, TUNING)
+        for step in range(HIDDEN // (2 * ROWS)):
+            added = ()
+            for i in gl.static_range(2):
+                added += (gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC),)
+            for g in range(slices):
+                of_slice = units.index(g).load(BY_COLUMN)
+                inner = ()
+                for term in gl.static_range(TERMS):
+                    inner += (inners.index(g * TERMS + term).load(gl.DotOperandLayout(1, ACC, K_WIDTH)),)
+                at = turn % STAGES
+                mbarrier.wait(full.index(at), turn // STAGES & 1)
+                of_stage = _reinterpret(ring.index(at), WORD, down.block_shape, DOWN_TILE)
+                rows = ()
+                for i in gl.static_range(2):
+                    rows += (of_stage.index(i).load(gl.DotOperandLayout(0, ACC, K_WIDTH)),)
+                mbarrier.arrive(empty.index(at), count=1)
+                turn += 1
+                more = ()
+                for i in gl.static_range(2):
+                    product = _multiply_down(rows[i], inner, of_slice, scales[i], SHAPE)
+                    if FIXED:
+                        peak = gl.maximum(peak, _peak(product, peak))
+                    more += (added[i] + product.to(added[i].dtype),)
+                added = more
+                last = g + 1 == slices
+                scales = _down_scales(
+                    down_scales, neuron, scale_blocks, gl.where(last, step + 1, step), gl.where(last, 0, g + 1), row,
+                    SHAPE, TUNING,
+                )  # fmt: skip
+            for i in gl.static_range(2):
+                gl.atomic_add(outputs + (2 * step + i) * ROWS, added[i], mask=summed[None, :], sem="relaxed")
+        if FIXED:
+            odd |= (gl.max(peak, 0) > _LARGEST_SHARE / _UNIT).to(gl.int32)
+            gl.atomic_max(broken + of_column, odd, mask=real & (odd != 0), sem="relaxed")
+        mask, tile = next_mask, next_tile
+    arriving = (places + length - 1) // length
+    return (arriving,)
+
+
 @gluon.jit(do_not_specialize=["tokens"])
 def moe_kernel(
     x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up, shared_gate_up_scale,
@@ -393,194 +602,56 @@ def moe_kernel(
 ):  # fmt: skip
     """Grid: any number of programs. The shared expert's part of the list comes first, then those of visited ones."""
     HIDDEN: gl.constexpr = SHAPE.hidden
-    SLICE: gl.constexpr = TUNING.slice
-    WARPS: gl.constexpr = TUNING.warps
     COLUMNS: gl.constexpr = TUNING.columns
     STAGES: gl.constexpr = TUNING.stages
     WORD: gl.constexpr = gate_up.dtype
     SIZE: gl.constexpr = WORD.primitive_bitwidth // 8
     STEP: gl.constexpr = gate_up.block_shape[3]
-    STEPS: gl.constexpr = HIDDEN // (2 * STEP)
-    ROWS: gl.constexpr = down.block_shape[1]
-    COUNT: gl.constexpr = down.block_shape[0]
     OPERAND: gl.constexpr = gl.float16 if SIZE == 1 else WORD
     TERMS: gl.constexpr = 2 if OPERAND.is_bf16() else 1
-    K_WIDTH: gl.constexpr = 4 // SIZE
-    # Gate and up: [tile of the pair, neuron, token]. Four warps have 16 neurons each, of both tiles, or eight of one.
-    PAIR: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[WARPS // 4, 4, 1], instr_shape=[1, 16, 8]
-    )
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, PAIR, K_WIDTH)
-    RIGHT_TILE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, RIGHT))
-    RIGHT_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, RIGHT))
-    RIGHT_COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, RIGHT))
-    OF_TILE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, PAIR))
-    # Their sums, and down: [neuron or row, token].
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    BY_COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
     RING: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=_LINE, element_bitwidth=8 * SIZE, rank=2)
-    GATE_UP_PAIR: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=_LINE, element_bitwidth=8 * SIZE, rank=3)
-    DOWN_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SLICE * SIZE, element_bitwidth=8 * SIZE, rank=2)
     INNER: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [0, 1])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    STAGED: gl.constexpr = gl.SwizzledSharedLayout(4 * K_WIDTH, 1, 16 // K_WIDTH, [1, 2, 0])
+    STAGED: gl.constexpr = gl.SwizzledSharedLayout(16 // SIZE, 1, 4 * SIZE, [1, 2, 0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
 
-    ring = gl.allocate_shared_memory(WORD, [STAGES, 4 * SLICE, STEP], RING)
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    inners = gl.allocate_shared_memory(OPERAND, [TUNING.run * TERMS, SLICE, COLUMNS], INNER)
+    ring = gl.allocate_shared_memory(WORD, [STAGES, 4 * TUNING.slice, STEP], RING)
+    inners = gl.allocate_shared_memory(OPERAND, [TUNING.run * TERMS, TUNING.slice, COLUMNS], INNER)
     units = gl.allocate_shared_memory(gl.float32, [TUNING.run, COLUMNS], FLAT)
     if TUNING.staged:
-        staged = gl.allocate_shared_memory(OPERAND, [STEPS, 2, STEP, COLUMNS], STAGED)
+        staged = gl.allocate_shared_memory(OPERAND, [HIDDEN // (2 * STEP), 2, STEP, COLUMNS], STAGED)
+    else:
+        staged = inners
+    runs = gl.allocate_shared_memory(gl.int32, [2, 4], FLAT)
+    posted = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(2):
+        mbarrier.init(posted.index(i), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)
-    wait_for_previous_kernel()
-    let_next_kernel_start()
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    (arriving,) = gl.warp_specialize(
+        [
+            (
+                _work,
+                (
+                    x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up_scale,
+                    shared_down_scale, sums, broken, tokens, x_stride, logits_stride, runs, ring, posted, full, empty,
+                    inners, units, staged, SHAPE, TUNING, TOKENS, FIXED, GATED, ACTIVATION,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    gate_up, down, shared_gate_up, shared_down, runs, ring, posted, full, empty, SHAPE, TUNING,
+                ),
+            ),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
 
-    masks, top, divisor = route(logits, correction, tokens, logits_stride, SHAPE, TOKENS, WARPS)
-    tiles, first_tile = tiles_of_experts(masks, COLUMNS)
-    shared_places = SHAPE.shared // SLICE * ((tokens + COLUMNS - 1) // COLUMNS)
-    places = shared_places + gl.sum(tiles, 0) * (SHAPE.intermediate // SLICE)
-    length = length_of_ranges(places, gl.num_programs(0))
-    place = gl.program_id(0) * length
-    end = gl.minimum(place + length, places)
-    weights = (gate_up, down, shared_gate_up, shared_down)
-    if place < end:
-        here, mask, tile = _run(place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING)
-        for i in gl.static_range(STAGES - 1):
-            _request(i, i, here, here, False, weights, ring, bars, SHAPE, TUNING)
-        turn = 0
-        while place < end:
-            shared, expert, neuron, _, slices, reciprocal = here
-            place += slices
-            has_next = place < end
-            following, next_mask, next_tile = _run(
-                gl.minimum(place, end - 1),
-                end,
-                length,
-                tokens,
-                masks,
-                tiles,
-                first_tile,
-                shared_places,
-                SHAPE,
-                TUNING,
-            )
-            of_operand, has_operand = columns_of(mask, tile, TOKENS, COLUMNS, RIGHT_COLUMN)
-            of_column, real = columns_of(mask, tile, TOKENS, COLUMNS, BY_COLUMN)
-            share = gl.full([COLUMNS], 1.0, gl.float32, layout=BY_COLUMN)
-            if shared != 0:
-                if GATED:
-                    gate_logit = gl.load(
-                        logits + of_column * logits_stride + SHAPE.num_experts, mask=real, other=0.0
-                    ).to(gl.float32)
-                    share = 1 / (1 + gl.exp2(gate_logit * -_LOG2_E))
-            else:
-                share = shares_of(logits, expert, of_column, real, logits_stride, top, divisor, SHAPE)
-            odd = ((share.to(gl.int32, bitcast=True) & _INFINITY) == _INFINITY).to(gl.int32)
-            gate_scales, down_scales = gate_up_scale, down_scale
-            width = SHAPE.intermediate
-            scale_blocks = SHAPE.scale_blocks
-            if SHAPE.scales == "channel":
-                gate_scales = gate_up_scale + expert.to(gl.int64) * (2 * SHAPE.intermediate)
-                down_scales = down_scale + expert.to(gl.int64) * HIDDEN
-            elif SHAPE.scales == "block":
-                gate_scales = gate_up_scale + expert.to(gl.int64) * (2 * SHAPE.scale_blocks * SHAPE.hidden_blocks)
-                down_scales = down_scale + expert.to(gl.int64) * (SHAPE.scale_blocks * SHAPE.hidden_blocks)
-            if SHAPE.shared > 0:
-                width = gl.where(shared != 0, SHAPE.shared, SHAPE.intermediate)
-                scale_blocks = gl.where(shared != 0, SHAPE.shared_scale_blocks, SHAPE.scale_blocks)
-                if SHAPE.scales != "none":
-                    gate_scales = gl.where(shared != 0, shared_gate_up_scale, gate_scales)
-                    down_scales = gl.where(shared != 0, shared_down_scale, down_scales)
-
-            # Gate and up, slice by slice. What does not come through the ring is loaded as soon as the registers are
-            # free: nothing waits for it before the next step, not even to be moved.
-            k = (
-                gl.arange(0, STEP, layout=RIGHT_ROW)[None, :, None]
-                + gl.arange(0, 2, layout=RIGHT_TILE)[:, None, None] * STEP
-            )
-            sources = x + of_operand[None, None, :] * x_stride + k
-            there = has_operand[None, None, :]
-            if TUNING.staged:
-                _stage_tokens(x, x_stride, mask, tile, staged, TOKENS, WARPS)
-            else:
-                values = gl.load(sources, mask=there, other=0.0)
-            gate_scale, up_scale = _gate_up_scales(
-                gate_scales, neuron, slices, scale_blocks, 0, STEP, OF_TILE, SHAPE, TUNING
-            )
-            step = 0
-            for g in range(slices):
-                gates = gl.zeros([2, SLICE, COLUMNS], gl.float32, layout=PAIR)
-                ups = gl.zeros([2, SLICE, COLUMNS], gl.float32, layout=PAIR)
-                for _ in range(STEPS):
-                    stage = _take(step, turn, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
-                    pair = _reinterpret(stage, WORD, [2, 2, SLICE, STEP], GATE_UP_PAIR)
-                    operand = staged.index(step % STEPS).load(RIGHT) if TUNING.staged else _as_operand(values, OPERAND)
-                    gates = _multiply_gate_up(pair.index(0), operand, gate_scale, gates, SHAPE)
-                    ups = _multiply_gate_up(pair.index(1), operand, up_scale, ups, SHAPE)
-                    step += 1
-                    turn += 1
-                    if not TUNING.staged:
-                        values = gl.load(sources + step % STEPS * (2 * STEP), mask=there, other=0.0)
-                    gate_scale, up_scale = _gate_up_scales(
-                        gate_scales, neuron, slices, scale_blocks, step, STEP, OF_TILE, SHAPE, TUNING
-                    )
-                gate = gl.convert_layout(gl.sum(gates, 0), ACC)
-                up = gl.convert_layout(gl.sum(ups, 0), ACC)
-                if SHAPE.scales == "channel":
-                    row = neuron + g * SLICE + gl.arange(0, SLICE, layout=BY_ROW)
-                    gate *= gl.load(gate_scales + row)[:, None]
-                    up *= gl.load(gate_scales + width + row)[:, None]
-                inner = ACTIVATION(gate, up)
-                # Brought to at most two, lest it overflow in 16 bit.
-                largest = gl.max(inner.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-                odd |= (largest >= _INFINITY).to(gl.int32)
-                unit = _power_of_two(largest)
-                inner *= (1 / unit)[None, :]
-                rounded = inner.to(OPERAND)
-                inners.index(g * TERMS).store(rounded)
-                if TERMS == 2:
-                    # Rounding to 8 bits of mantissa would be most of the error: the rest is multiplied as well.
-                    inners.index(g * TERMS + 1).store((inner - rounded.to(gl.float32)).to(OPERAND))
-                units.index(g).store(share * unit * (1 / _UNIT if FIXED else 1.0))
-
-            # Down: of two tiles of rows all slices, then their sum is added to that in memory.
-            summed = real & (odd == 0) if FIXED else real
-            row = gl.arange(0, ROWS, layout=BY_ROW)
-            outputs = sums + of_column[None, :] * HIDDEN + row[:, None]
-            peak = gl.zeros([16 * WARPS, COLUMNS], gl.float32, layout=ACC)
-            scales = _down_scales(down_scales, neuron, slices, reciprocal, scale_blocks, 0, row, SHAPE, TUNING)
-            at = 0
-            for start in range(0, HIDDEN, COUNT * ROWS):
-                added = ()
-                for i in gl.static_range(COUNT):
-                    added += (gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC),)
-                for g in range(slices):
-                    stage = _take(step, turn, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
-                    of_stage = _reinterpret(stage, WORD, down.block_shape, DOWN_TILE)
-                    of_slice = units.index(g).load(BY_COLUMN)
-                    more = ()
-                    for i in gl.static_range(COUNT):
-                        product = _multiply_down(of_stage.index(i), inners, of_slice, g, scales[i], TERMS, ACC, SHAPE)
-                        if FIXED:
-                            peak = gl.maximum(peak, _peak(product, peak))
-                        more += (added[i] + product.to(added[i].dtype),)
-                    added = more
-                    at += 1
-                    step += 1
-                    turn += 1
-                    scales = _down_scales(
-                        down_scales, neuron, slices, reciprocal, scale_blocks, at, row, SHAPE, TUNING
-                    )
-                for i in gl.static_range(COUNT):
-                    gl.atomic_add(outputs + (start + i * ROWS), added[i], mask=summed[None, :], sem="relaxed")
-            if FIXED:
-                odd |= (gl.max(peak, 0) > _LARGEST_SHARE / _UNIT).to(gl.int32)
-                gl.atomic_max(broken + of_column, odd, mask=real & (odd != 0), sem="relaxed")
-            here, mask, tile = following, next_mask, next_tile
-
-    arriving = (places + length - 1) // length
     if gl.program_id(0) < arriving:
         finishers = gl.minimum(arriving, FINISHERS)
         # All warps have added before the counter says so; that also acquires what others have added.
@@ -594,7 +665,7 @@ def moe_kernel(
             _finish(sums, broken, residual, out, tokens, factor, number, finishers, SHAPE, TUNING, FIXED)
             _barrier()
             if gl.atomic_add(counters + 1, 1, sem="acq_rel") == finishers - 1:
-                LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+                LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
                 token = gl.arange(0, TOKENS, layout=LAYOUT)
                 gl.store(broken + token, gl.zeros([TOKENS], gl.int32, layout=LAYOUT))
                 gl.store(counters, 0)
