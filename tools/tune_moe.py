@@ -65,18 +65,12 @@ def candidates(shape: MoEShape, tokens: int, variant: Variant, num_sms: int) -> 
 
 
 def gluon_candidates(shape: MoEShape, tokens: int, variant: Variant, num_sms: int) -> Iterator[Plan]:
-    """Columns, warps, pairs of tiles in flight against programs that share a multiprocessor, and where tokens are,
-    with runs as long as there is room for: the default first."""
+    """Columns, stages, and where tokens are, with runs as long as there is room for: the default first."""
     default = make_plan(variant, shape, tokens, num_sms)
     yield default
-    for columns, warps, (stages, per_sm), staged in product(
-        (8, 16), (4, 8), ((2, 3), (3, 2), (2, 2), (4, 1), (5, 1), (6, 1)), (False, True)
-    ):
-        run = longest_run(shape, columns, warps, stages, per_sm, staged)
-        down_tiles = 2 if columns * per_sm < 32 else 1
-        tuning = GluonMoETuning(SLICE, columns, run, warps, stages, per_sm, staged, down_tiles)
-        crowded = warps * per_sm > 16
-        if columns <= max(8, tokens) and not crowded and fits(shape, tuning) and tuning != default.tuning:
+    for columns, stages, staged in product((8, 16), (2, 3, 4, 5, 6), (False, True)):
+        tuning = GluonMoETuning(SLICE, columns, longest_run(shape, columns, stages, staged), stages, staged)
+        if columns <= max(8, tokens) and fits(shape, tuning) and tuning != default.tuning:
             yield make_plan(variant, shape, tokens, num_sms, tuning)
 
 
@@ -166,10 +160,8 @@ def described(plan: Plan) -> str:
     """What is tried, on one line."""
     t = plan.tuning
     if isinstance(t, GluonMoETuning):
-        tiles = (
-            f"slice {t.slice:3} columns {t.columns:2} run {t.run:2} warps {t.warps} stages {t.stages} "
-            f"per_sm {t.per_sm} {'staged' if t.staged else ''}"
-        )
+        staged = " tokens staged" * t.staged
+        tiles = f"slice {t.slice:3} columns {t.columns:2} run {t.run:2} stages {t.stages}{staged}"
     else:
         tiles = (
             f"slice {t.slice:3} k {t.block_k:3} h {t.block_h:3} columns {t.columns:2} warps {t.warps} "

@@ -35,23 +35,24 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 
 @pytest.mark.parametrize(("name", "columns"), list(zip(NAMES, (8, 16, 8, 8), strict=True)))
 def test_the_loops_over_weights(compiled: dict[str, dict], name: str, columns: int) -> None:
-    """The copy engine brings weights, a pair of tiles of gate and up or of down; they are read as matrices and
-    multiplied by `mma.sync`. Other loads are those of scales, and of tokens where they are not in shared memory.
-    Nothing is spilled, and nothing added to memory before all slices of a run are."""
+    """A warp of its own asks for weights, so that nothing of that is in the loops: they read matrices and multiply
+    them by `mma.sync`. Other loads are those of scales, and of tokens where they are not in shared memory. Nothing is
+    spilled, and nothing added to memory before all slices of a run are."""
     result = compiled[name]
     assert result["columns"] == columns
     assert result["registers"] <= result["allowed"]
     for loop, most_loads in (("gate_up", 2 * columns + 4), ("down", 16)):
         opcodes = result[loop]
-        assert opcodes["UTMALDG"] == 2, "one for a pair, of this run or of the next"
         assert opcodes["LDSM"] >= 8
-        assert opcodes["HMMA"] >= 16
+        assert opcodes["HMMA"] >= 8
+        assert opcodes["BAR"] <= 2
         assert opcodes.get("LDG", 0) <= most_loads, "weights are read one by one"
-        assert not {"I2F", "I2FP", "LDGSTS", "ATOMG", "REDG", "LDL", "STL"} & set(opcodes)
+        unwanted = {"UTMALDG", "FENCE", "MEMBAR", "I2F", "I2FP", "LDGSTS", "ATOMG", "REDG", "LDL", "STL"}
+        assert not unwanted & set(opcodes)
     assert result["additions"] > 0
 
 
-def test_no_tile_is_overwritten_that_a_warp_has_yet_to_read(compiled: dict[str, dict]) -> None:
+def test_no_stage_is_given_back_that_a_warp_has_yet_to_read(compiled: dict[str, dict]) -> None:
     """The compiler puts the barrier there: the kernel does not ask for it."""
     assert not any(result["unguarded"] for result in compiled.values())
 

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from subten.kernels.moe import gluon_schedule
 
-length_of_ranges, run_at, reciprocal_of, rows_and_slice = (
-    getattr(gluon_schedule, name).fn for name in ("length_of_ranges", "run_at", "reciprocal_of", "rows_and_slice")
-)
+length_of_ranges, run_at = gluon_schedule.length_of_ranges.fn, gluon_schedule.run_at.fn
 LONGEST = 16
 
 parts = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=6)
@@ -76,8 +74,3 @@ def test_the_tiles_of_an_expert_are_read_at_the_same_time(tiles: int, blocks: in
     for block in range(blocks):
         of_block = [[run[2:] for run in runs] for runs in all_runs[block * tiles : (block + 1) * tiles]]
         assert all(runs == others for runs, others in pairwise(of_block))
-
-
-@given(st.integers(1, LONGEST), st.integers(0, 16 * 32))
-def test_the_reciprocal_divides(slices: int, step: int) -> None:
-    assert rows_and_slice(step, slices, reciprocal_of(slices)) == divmod(step, slices)

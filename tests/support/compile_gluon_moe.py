@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -81,8 +80,8 @@ def compile_one(name: str, folder: Path) -> Compiled:
         REGISTERS,
         dict(gate_up.most_common()),
         dict(down.most_common()),
-        len(re.findall("REDG", added)),
-        code.reachable("LDSM", "SYNCS.ARRIVE", "BAR.SYNC"),
+        added.count("REDG"),
+        code.reachable("LDSM", "ARRIVE.TRANS64.A1T0", "BAR.SYNC"),
     )
 
 

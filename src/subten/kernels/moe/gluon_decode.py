@@ -156,7 +156,18 @@ def _fetch(
         if SHAPE.shared > 0:
             if shared != 0:
                 turn = _fetch_run(
-                    shared_gate_up, shared_down, expert, first, slices, SHAPE.shared, turn, ring, full, empty, SHAPE, TUNING
+                    shared_gate_up,
+                    shared_down,
+                    expert,
+                    first,
+                    slices,
+                    SHAPE.shared,
+                    turn,
+                    ring,
+                    full,
+                    empty,
+                    SHAPE,
+                    TUNING,
                 )
             else:
                 turn = _fetch_run(
@@ -196,7 +207,7 @@ def _fetch_run(
 
 @gluon.jit
 def _free_stage(turn, ring, full, empty, TUNING: gl.constexpr):
-    """Wait until all warps have read what was in the next stage; where it is, and the barrier that says it is full."""
+    """The next stage, when all warps have read what was in it, and the barrier that counts what comes into it."""
     place = turn % TUNING.stages
     mbarrier.wait(empty.index(place), (turn // TUNING.stages & 1) ^ 1)
     return ring.index(place), full.index(place)
@@ -384,8 +395,7 @@ def _peak(product, like):
 
 @gluon.jit
 def _finish(
-    sums, broken, residual, out, tokens, factor, number, finishers, SHAPE: gl.constexpr, TUNING: gl.constexpr,
-    FIXED: gl.constexpr,
+    sums, broken, residual, out, tokens, factor, number, finishers, SHAPE: gl.constexpr, FIXED: gl.constexpr
 ):  # fmt: skip
     """Turn every `finishers`-th block of sums, from `number` on, into output, and clear it. Every thread clears what
     it has read: the layout is one."""
@@ -470,9 +480,9 @@ def _work(
         share = gl.full([COLUMNS], 1.0, gl.float32, layout=BY_COLUMN)
         if shared != 0:
             if GATED:
-                gate_logit = gl.load(
-                    logits + of_column * logits_stride + SHAPE.num_experts, mask=real, other=0.0
-                ).to(gl.float32)
+                gate_logit = gl.load(logits + of_column * logits_stride + SHAPE.num_experts, mask=real, other=0.0).to(
+                    gl.float32
+                )
                 share = 1 / (1 + gl.exp2(gate_logit * -_LOG2_E))
         else:
             share = shares_of(logits, expert, of_column, real, logits_stride, top, divisor, SHAPE)
@@ -555,9 +565,8 @@ def _work(
         peak = gl.zeros([16 * _WARPS, COLUMNS], gl.float32, layout=ACC)
         scales = _down_scales(down_scales, neuron, scale_blocks, 0, 0, row, SHAPE, TUNING)
         for step in range(HIDDEN // (2 * ROWS)):
-            added = ()
-            for i in gl.static_range(2):
-                added += (gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC),)
+            nothing = gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC)
+            added = (nothing, nothing)
             for g in range(slices):
                 of_slice = units.index(g).load(BY_COLUMN)
                 inner = ()
@@ -662,7 +671,7 @@ def moe_kernel(
                 while gl.atomic_add(counters, 0, sem="acquire") < arriving:
                     pass
             number = ticket - (arriving - finishers)
-            _finish(sums, broken, residual, out, tokens, factor, number, finishers, SHAPE, TUNING, FIXED)
+            _finish(sums, broken, residual, out, tokens, factor, number, finishers, SHAPE, FIXED)
             _barrier()
             if gl.atomic_add(counters + 1, 1, sem="acq_rel") == finishers - 1:
                 LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])

@@ -13,7 +13,7 @@ LINE = 128
 WARPS = 8
 """That multiply: four for each of a pair of tiles of gate and up, with 16 of the neurons."""
 REGISTERS = 65536 // (32 * (WARPS + 4)) // 8 * 8
-"""Of a thread when a program starts. The warp that fetches, which is counted as four, keeps few, and others get them."""
+"""Of a thread when a program starts. The warp that fetches is counted as four, keeps few, and the others get them."""
 _SHARED_MEMORY = 227 << 10
 _BESIDE = 1 << 10
 """Of that, what a program has beside its tiles, its tokens and its run: reductions and barriers."""

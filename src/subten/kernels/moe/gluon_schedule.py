@@ -45,16 +45,3 @@ def run_at(place, end, block, tiles, slices, LONGEST):
     left = min(width - first, end - place)
     runs = (left + LONGEST - 1) // LONGEST
     return number * block + first, tile, (left + runs - 1) // runs
-
-
-@gluon.jit
-def reciprocal_of(slices):
-    """In units of 2^-20, for `rows_and_slice`: quotients by up to 16 of numbers of up to 16 bits are exact."""
-    return ((1 << 20) + slices - 1) // slices
-
-
-@gluon.jit
-def rows_and_slice(step, slices, reciprocal):
-    """Which rows of down a step of a run is for, and which of the run's slices: rows by rows, all slices of each."""
-    rows = (step * reciprocal) >> 20
-    return rows, step - rows * slices
