@@ -37,6 +37,7 @@ def run_at(place, end, block, tiles, slices, LONGEST):
         slices: of the expert.
         LONGEST: run that there is room for. What is longer is cut evenly.
     """
+    block = block if tiles > 1 else slices
     number = place // (block * tiles)
     width = min(block, slices - number * block)
     place_in_block = place - number * block * tiles
