@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from subten.kernels.attention.gluon_ptx import let_next_kernel_start, wait_for_previous_kernel
 from subten.kernels.moe import triton_decode
-from subten.kernels.moe.gluon_plan import LINE, REGISTERS, WARPS, GluonMoEPlan, plan_gluon_moe
+from subten.kernels.moe.gluon_plan import FINISH_BYTES, LINE, REGISTERS, WARPS, GluonMoEPlan, plan_gluon_moe
 from subten.kernels.moe.gluon_routing import columns_of, locate, route, shares_of, tiles_of_experts
 from subten.kernels.moe.gluon_schedule import length_of_ranges, run_at
 from subten.kernels.moe.inputs import SCALE_BLOCK, MoEWeights
@@ -54,6 +54,7 @@ _UNIT = gl.constexpr(2.0**-32)
 _LARGEST_SHARE = gl.constexpr(2.0**18)
 """What an item may add to an output; 2^13 of these fit. A token with larger ones becomes NaN, not something wrong."""
 _INFINITY = gl.constexpr(0x7F800000)
+_FINISH_BLOCK = gl.constexpr(FINISH_BYTES // 8)
 
 
 @gluon.jit
@@ -399,7 +400,7 @@ def _finish(
 ):  # fmt: skip
     """Turn every `finishers`-th block of sums, from `number` on, into output, and clear it. Every thread clears what
     it has read: the layout is one."""
-    BLOCK: gl.constexpr = 512
+    BLOCK: gl.constexpr = _FINISH_BLOCK
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [_WARPS], [0])
     offset = gl.arange(0, BLOCK, layout=LAYOUT)
     for start in range(number * BLOCK, tokens * SHAPE.hidden, finishers * BLOCK):
@@ -673,7 +674,10 @@ def moe_kernel(
             number = ticket - (arriving - finishers)
             _finish(sums, broken, residual, out, tokens, factor, number, finishers, SHAPE, FIXED)
             _barrier()
-            if gl.atomic_add(counters + 1, 1, sem="acq_rel") == finishers - 1:
+            left = 0
+            if FINISHERS > 1:
+                left = gl.atomic_add(counters + 1, 1, sem="acq_rel")
+            if left == finishers - 1:
                 LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
                 token = gl.arange(0, TOKENS, layout=LAYOUT)
                 gl.store(broken + token, gl.zeros([TOKENS], gl.int32, layout=LAYOUT))

@@ -19,8 +19,8 @@ _BESIDE = 1 << 10
 """Of that, what a program has beside its tiles, its tokens and its run: reductions and barriers."""
 _LONGEST_RUN = 16
 _MOST_STAGES = 6
-_FINISH_BYTES = 4096
-"""Of sums that one program turns into output in one round trip to the L2."""
+FINISH_BYTES = 32 << 10
+"""Of sums that one program turns into output in one round trip to the L2: 16 numbers for each of its threads."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def plan_gluon_moe(
 ) -> GluonMoEPlan:
     """The plan for up to `tokens` tokens on a GPU of `num_sms` multiprocessors."""
     tuning = tuning or tune_gluon_moe(shape, tokens)
-    finishers = choose_finishers(shape, tokens, num_sms, sums, _FINISH_BYTES)
+    finishers = choose_finishers(shape, tokens, num_sms, sums, FINISH_BYTES)
     programs = min(most_items(shape, tokens, tuning.columns, tuning.slice), num_sms)
     return GluonMoEPlan(tuning, padded_tokens(tokens), programs, finishers, sums)
 
