@@ -1,4 +1,4 @@
-"""How the Gluon mixture of experts shares out its work: the functions of the kernel, called with plain numbers."""
+"""How the Gluon mixture of experts shares out its work: its plan, and functions of the kernel with plain numbers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from subten.kernels.moe import gluon_schedule
+from subten.kernels.moe.gluon_plan import fits, plan_gluon_moe, shape_refusal
+from subten.kernels.moe.plan import MoEShape
 
 length_of_ranges, run_at = gluon_schedule.length_of_ranges.fn, gluon_schedule.run_at.fn
 LONGEST = 16
@@ -74,3 +76,23 @@ def test_the_tiles_of_an_expert_are_read_at_the_same_time(tiles: int, blocks: in
     for block in range(blocks):
         of_block = [[run[2:] for run in runs] for runs in all_runs[block * tiles : (block + 1) * tiles]]
         assert all(runs == others for runs, others in pairwise(of_block))
+
+
+@given(
+    st.integers(2, 16),
+    st.integers(1, 64),
+    st.integers(0, 64),
+    st.integers(2, 256),
+    st.integers(1, 64),
+    st.sampled_from(["none", "channel", "block"]),
+)
+def test_there_is_a_plan_for_every_shape(
+    hidden: int, slices: int, shared: int, experts: int, tokens: int, scales: str
+) -> None:
+    shape = MoEShape(512 * hidden, 64 * slices, experts, 2, True, "softmax", 1.0, scales, 64 * shared, 64)
+    assert shape_refusal(shape.hidden, shape.intermediate, shape.shared) is None
+    plan = plan_gluon_moe(shape, tokens, 132)
+    assert fits(shape, plan.tuning)
+    assert plan.tuning.run <= LONGEST
+    assert 1 <= plan.programs <= 132
+    assert 1 <= plan.finishers <= 66

@@ -78,13 +78,14 @@ def longest_run(shape: MoEShape, columns: int, stages: int, staged: bool) -> int
 
 
 def tune_gluon_moe(shape: MoEShape, tokens: int) -> GluonMoETuning:
-    """TODO"""
+    """As many stages as there is room for beside the tokens and the longest of runs, see docs/kernels/moe.md. With
+    fewer than four, tokens are better left where they are."""
     columns = tile_columns(shape, tokens)
     return next(
         GluonMoETuning(SLICE, columns, run, stages, staged)
         for staged, least in ((True, 4), (False, 2))
         for stages in range(_MOST_STAGES, least - 1, -1)
-        if (run := longest_run(shape, columns, stages, staged)) >= 4
+        if (run := longest_run(shape, columns, stages, staged)) >= 12
     )
 
 
