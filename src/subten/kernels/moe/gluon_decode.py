@@ -1,16 +1,17 @@
 """A mixture of experts for 1 to 64 tokens in one launch on sm_90, in Gluon: Triton with layouts by hand.
 
 The work is that of triton_decode.py, which serves other GPUs and is the one to read first. What differs is how
-weights reach a program: as one stream of tiles of 16 KiB through a ring in shared memory. The copy engine fills it
-ahead of the work, across the end of gate and up, of down, and of an item.
-docs/kernels/moe.md has the reasons and the measurements.
+weights reach a program: as one stream of tiles of 16 KiB through a ring in shared memory. A warp of its own asks the
+copy engine for them (`_fetch`), ahead of the warps that multiply (`_work`), across the end of gate and up, of down,
+and of a run. docs/kernels/moe.md has the reasons and the measurements.
 
-- An item is one or several slices of 64 neurons of an expert, for as many of its tokens as a tile has columns.
-- A slice's rows of gate and of up are a tile each; the four warps have 16 rows of both, so that a thread holds gate
-  and up of the same neurons.
+- A program has a multiprocessor to itself, and a range of the list of all slices (gluon_schedule.py). It works in
+  runs: slices of 64 neurons of one expert, for as many of its tokens as a tile has columns.
+- Tiles come in pairs. Of gate and up: two lines of every row of a slice. Four warps have the first, with 16 rows of
+  gate and of up each, so that a thread holds both of a neuron, and four the second.
 - Down lies in slices of 64 columns, one behind the other (`packing.cut_down`): a tile is 256 rows of a slice.
-- Products of the slices of an item are added up as 64-bit integers, as they are in memory: how many slices make an
-  item does not change a bit.
+- Products of the slices of a run are added up as 64-bit integers, as they are in memory: how many slices make a run
+  does not change a bit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -150,67 +151,50 @@ def _fetch(
     TUNING: gl.constexpr,
 ):  # fmt: skip
     """All that one warp does: ask for the tiles of every run that is posted, up to one without slices."""
+    pipe = (ring, full, empty)
     number = 0
     turn = 0
     shared, expert, first, slices = _posted_run(runs, posted, number)
     while slices > 0:
         if SHAPE.shared > 0:
             if shared != 0:
-                turn = _fetch_run(
-                    shared_gate_up,
-                    shared_down,
-                    expert,
-                    first,
-                    slices,
-                    SHAPE.shared,
-                    turn,
-                    ring,
-                    full,
-                    empty,
-                    SHAPE,
-                    TUNING,
-                )
+                turn = _fetch_run(shared_gate_up, shared_down, expert, first, slices, turn, pipe, SHAPE, TUNING)
             else:
-                turn = _fetch_run(
-                    gate_up, down, expert, first, slices, SHAPE.intermediate, turn, ring, full, empty, SHAPE, TUNING
-                )
+                turn = _fetch_run(gate_up, down, expert, first, slices, turn, pipe, SHAPE, TUNING)
         else:
-            turn = _fetch_run(
-                gate_up, down, expert, first, slices, SHAPE.intermediate, turn, ring, full, empty, SHAPE, TUNING
-            )
+            turn = _fetch_run(gate_up, down, expert, first, slices, turn, pipe, SHAPE, TUNING)
         number += 1
         shared, expert, first, slices = _posted_run(runs, posted, number)
 
 
 @gluon.jit
 def _fetch_run(
-    gate_up, down, expert, first, slices, WIDTH: gl.constexpr, turn, ring, full, empty, SHAPE: gl.constexpr,
-    TUNING: gl.constexpr,
+    gate_up, down, expert, first, slices, turn, pipe, SHAPE: gl.constexpr, TUNING: gl.constexpr
 ):  # fmt: skip
-    """Gate and up slice by slice, then down rows by rows."""
+    """Gate and up slice by slice, then down rows by rows. `turn` counts the pairs of a program."""
     PAIRS: gl.constexpr = SHAPE.hidden // (2 * gate_up.block_shape[3])
     TILES: gl.constexpr = SHAPE.hidden // down.block_shape[1]
     for member in range(first, first + slices):
         for pair in range(PAIRS):
-            stage, bar = _free_stage(turn, ring, full, empty, TUNING)
-            mbarrier.expect(bar, TUNING.stage_bytes)
+            stage, bar = _free_stage(turn, pipe, TUNING)
             _copy(gate_up, [2 * expert, 2 * pair, member * TUNING.slice, 0], bar, _as_tiles(stage, gate_up))
             turn += 1
-    begin = expert * (WIDTH // TUNING.slice) + first
+    begin = expert * (SHAPE.intermediate // TUNING.slice) + first
     for rows in range(0, TILES, 2):
         for member in range(begin, begin + slices):
-            stage, bar = _free_stage(turn, ring, full, empty, TUNING)
-            mbarrier.expect(bar, TUNING.stage_bytes)
+            stage, bar = _free_stage(turn, pipe, TUNING)
             _copy(down, [member * TILES + rows, 0, 0], bar, _as_tiles(stage, down))
             turn += 1
     return turn
 
 
 @gluon.jit
-def _free_stage(turn, ring, full, empty, TUNING: gl.constexpr):
-    """The next stage, when all warps have read what was in it, and the barrier that counts what comes into it."""
+def _free_stage(turn, pipe, TUNING: gl.constexpr):
+    """The next stage, when all warps have read what was in it, and the barrier that now expects what comes next."""
+    ring, full, empty = pipe
     place = turn % TUNING.stages
     mbarrier.wait(empty.index(place), (turn // TUNING.stages & 1) ^ 1)
+    mbarrier.expect(full.index(place), TUNING.stage_bytes)
     return ring.index(place), full.index(place)
 
 
@@ -275,11 +259,9 @@ def _run(
 
 
 @gluon.jit
-def _stage_tokens(x, x_stride, mask, tile, staged, TOKENS: gl.constexpr):
-    """The tokens of a tile of columns, in shared memory, as the tensor core takes them."""
-    STEPS: gl.constexpr = staged.shape[0]
-    STEP: gl.constexpr = staged.shape[2]
-    COLUMNS: gl.constexpr = staged.shape[3]
+def _all_of_tokens(x, x_stride, mask, tile, STEPS: gl.constexpr, STEP: gl.constexpr, COLUMNS: gl.constexpr,
+                   TOKENS: gl.constexpr):  # fmt: skip
+    """The tokens of a tile of columns, as tensors of a step each."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, STEP // 8, 256 // STEP], [2, 1, _WARPS // 2], [1, 2, 0])
     column, real = columns_of(mask, tile, TOKENS, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     k = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
@@ -288,8 +270,7 @@ def _stage_tokens(x, x_stride, mask, tile, staged, TOKENS: gl.constexpr):
     values = ()
     for step in gl.static_range(STEPS):
         values += (gl.load(sources + step * 2 * STEP, mask=real[None, None, :], other=0.0),)
-    for step in gl.static_range(STEPS):
-        staged.index(step).store(_as_operand(values[step], staged.dtype))
+    return values
 
 
 @gluon.jit
@@ -472,11 +453,16 @@ def _work(
         neuron = first * SLICE
         place += slices
         number += 1
-        here, next_mask, next_tile = _run(
-            place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING
-        )
-        _post_run(runs, posted, number, here)
-        of_operand, has_operand = columns_of(mask, tile, TOKENS, COLUMNS, RIGHT_COLUMN)
+        # What takes a round trip to the L2 is asked for first.
+        if TUNING.staged:
+            values = _all_of_tokens(x, x_stride, mask, tile, STEPS, STEP, COLUMNS, TOKENS)
+        else:
+            of_operand, has_operand = columns_of(mask, tile, TOKENS, COLUMNS, RIGHT_COLUMN)
+            k = gl.arange(0, STEP, layout=RIGHT_ROW)[None, :, None]
+            sources = x + of_operand[None, None, :] * x_stride + k
+            sources += gl.arange(0, 2, layout=RIGHT_TILE)[:, None, None] * STEP
+            there = has_operand[None, None, :]
+            values = gl.load(sources, mask=there, other=0.0)
         of_column, real = columns_of(mask, tile, TOKENS, COLUMNS, BY_COLUMN)
         share = gl.full([COLUMNS], 1.0, gl.float32, layout=BY_COLUMN)
         if shared != 0:
@@ -487,6 +473,10 @@ def _work(
                 share = 1 / (1 + gl.exp2(gate_logit * -_LOG2_E))
         else:
             share = shares_of(logits, expert, of_column, real, logits_stride, top, divisor, SHAPE)
+        here, next_mask, next_tile = _run(
+            place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING
+        )
+        _post_run(runs, posted, number, here)
         odd = ((share.to(gl.int32, bitcast=True) & _INFINITY) == _INFINITY).to(gl.int32)
         gate_scales, down_scales = gate_up_scale, down_scale
         width = SHAPE.intermediate
@@ -506,16 +496,9 @@ def _work(
 
         # Gate and up, slice by slice. What does not come through the ring is loaded as soon as the registers are
         # free: nothing waits for it before the next step, not even to be moved.
-        k = (
-            gl.arange(0, STEP, layout=RIGHT_ROW)[None, :, None]
-            + gl.arange(0, 2, layout=RIGHT_TILE)[:, None, None] * STEP
-        )
-        sources = x + of_operand[None, None, :] * x_stride + k
-        there = has_operand[None, None, :]
         if TUNING.staged:
-            _stage_tokens(x, x_stride, mask, tile, staged, TOKENS)
-        else:
-            values = gl.load(sources, mask=there, other=0.0)
+            for i in gl.static_range(STEPS):
+                staged.index(i).store(_as_operand(values[i], OPERAND))
         gate_scale, up_scale = _gate_up_scales(
             gate_scales, neuron, slices, scale_blocks, 0, STEP, OF_TILE, SHAPE, TUNING
         )
