@@ -65,11 +65,11 @@ def candidates(shape: MoEShape, tokens: int, variant: Variant, num_sms: int) -> 
 
 
 def gluon_candidates(shape: MoEShape, tokens: int, variant: Variant, num_sms: int) -> Iterator[Plan]:
-    """Columns, stages, and where tokens are, with runs as long as there is room for: the default first."""
+    """Columns and stages, with runs as long as there is room for: the default first."""
     default = make_plan(variant, shape, tokens, num_sms)
     yield default
-    for columns, stages, staged in product((8, 16), (2, 3, 4, 5, 6), (False, True)):
-        tuning = GluonMoETuning(SLICE, columns, longest_run(shape, columns, stages, staged), stages, staged)
+    for columns, stages in product((8, 16), (2, 3, 4, 5, 6)):
+        tuning = GluonMoETuning(SLICE, columns, longest_run(shape, columns, stages), stages)
         if columns <= max(8, tokens) and fits(shape, tuning) and tuning != default.tuning:
             yield make_plan(variant, shape, tokens, num_sms, tuning)
 
@@ -160,8 +160,7 @@ def described(plan: Plan) -> str:
     """What is tried, on one line."""
     t = plan.tuning
     if isinstance(t, GluonMoETuning):
-        staged = " tokens staged" * t.staged
-        tiles = f"slice {t.slice:3} columns {t.columns:2} run {t.run:2} stages {t.stages}{staged}"
+        tiles = f"slice {t.slice:3} columns {t.columns:2} run {t.run:2} stages {t.stages}"
     else:
         tiles = (
             f"slice {t.slice:3} k {t.block_k:3} h {t.block_h:3} columns {t.columns:2} warps {t.warps} "

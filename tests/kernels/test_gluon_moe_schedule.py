@@ -79,10 +79,10 @@ def test_the_tiles_of_an_expert_are_read_at_the_same_time(tiles: int, blocks: in
 
 
 @given(
-    st.integers(2, 16),
+    st.integers(2, 14),
     st.integers(1, 64),
     st.integers(0, 64),
-    st.integers(2, 256),
+    st.integers(2, 512),
     st.integers(1, 64),
     st.sampled_from(["none", "channel", "block"]),
 )

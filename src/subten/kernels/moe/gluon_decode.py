@@ -424,9 +424,6 @@ def _work(
     )
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PAIR, K_WIDTH)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PAIR, K_WIDTH)
-    RIGHT_TILE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, RIGHT))
-    RIGHT_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, RIGHT))
-    RIGHT_COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, RIGHT))
     OF_TILE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, PAIR))
     # Their sums, and down: [neuron or row, token].
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[_WARPS, 1], instr_shape=[16, 8])
@@ -454,15 +451,7 @@ def _work(
         place += slices
         number += 1
         # What takes a round trip to the L2 is asked for first.
-        if TUNING.staged:
-            values = _all_of_tokens(x, x_stride, mask, tile, STEPS, STEP, COLUMNS, TOKENS)
-        else:
-            of_operand, has_operand = columns_of(mask, tile, TOKENS, COLUMNS, RIGHT_COLUMN)
-            k = gl.arange(0, STEP, layout=RIGHT_ROW)[None, :, None]
-            sources = x + of_operand[None, None, :] * x_stride + k
-            sources += gl.arange(0, 2, layout=RIGHT_TILE)[:, None, None] * STEP
-            there = has_operand[None, None, :]
-            values = gl.load(sources, mask=there, other=0.0)
+        values = _all_of_tokens(x, x_stride, mask, tile, STEPS, STEP, COLUMNS, TOKENS)
         of_column, real = columns_of(mask, tile, TOKENS, COLUMNS, BY_COLUMN)
         share = gl.full([COLUMNS], 1.0, gl.float32, layout=BY_COLUMN)
         if shared != 0:
@@ -494,11 +483,9 @@ def _work(
                 gate_scales = gl.where(shared != 0, shared_gate_up_scale, gate_scales)
                 down_scales = gl.where(shared != 0, shared_down_scale, down_scales)
 
-        # Gate and up, slice by slice. What does not come through the ring is loaded as soon as the registers are
-        # free: nothing waits for it before the next step, not even to be moved.
-        if TUNING.staged:
-            for i in gl.static_range(STEPS):
-                staged.index(i).store(_as_operand(values[i], OPERAND))
+        # Gate and up, slice by slice. Scales are loaded a step ahead, as soon as the registers are free.
+        for i in gl.static_range(STEPS):
+            staged.index(i).store(_as_operand(values[i], OPERAND))
         gate_scale, up_scale = _gate_up_scales(
             gate_scales, neuron, slices, scale_blocks, 0, STEP, OF_TILE, SHAPE, TUNING
         )
@@ -513,13 +500,11 @@ def _work(
                 gate_rows = pair.index(0).load(LEFT)
                 up_rows = pair.index(1).load(LEFT)
                 mbarrier.arrive(empty.index(at), count=1)
-                operand = staged.index(step % STEPS).load(RIGHT) if TUNING.staged else _as_operand(values, OPERAND)
+                operand = staged.index(step % STEPS).load(RIGHT)
                 gates = _multiply_gate_up(gate_rows, operand, gate_scale, gates, SHAPE)
                 ups = _multiply_gate_up(up_rows, operand, up_scale, ups, SHAPE)
                 step += 1
                 turn += 1
-                if not TUNING.staged:
-                    values = gl.load(sources + step % STEPS * (2 * STEP), mask=there, other=0.0)
                 gate_scale, up_scale = _gate_up_scales(
                     gate_scales, neuron, slices, scale_blocks, step, STEP, OF_TILE, SHAPE, TUNING
                 )
@@ -611,10 +596,7 @@ def moe_kernel(
     ring = gl.allocate_shared_memory(WORD, [STAGES, 4 * TUNING.slice, STEP], RING)
     inners = gl.allocate_shared_memory(OPERAND, [TUNING.run * TERMS, TUNING.slice, COLUMNS], INNER)
     units = gl.allocate_shared_memory(gl.float32, [TUNING.run, COLUMNS], FLAT)
-    if TUNING.staged:
-        staged = gl.allocate_shared_memory(OPERAND, [HIDDEN // (2 * STEP), 2, STEP, COLUMNS], STAGED)
-    else:
-        staged = inners
+    staged = gl.allocate_shared_memory(OPERAND, [HIDDEN // (2 * STEP), 2, STEP, COLUMNS], STAGED)
     runs = gl.allocate_shared_memory(gl.int32, [2, 4], FLAT)
     posted = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)

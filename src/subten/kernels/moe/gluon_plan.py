@@ -10,14 +10,20 @@ SLICE = 64
 """Neurons that go through the kernel together."""
 LINE = 128
 """Bytes of a row of a tile of gate or up: what one swizzle of the copy engine spans."""
+MOST_HIDDEN = 7168
+"""Eight tokens as wide, and two stages, are what fits in shared memory, with up to 512 experts."""
 WARPS = 8
 """That multiply: four for each of a pair of tiles of gate and up, with 16 of the neurons."""
 REGISTERS = 65536 // (32 * (WARPS + 4)) // 8 * 8
 """Of a thread when a program starts. The warp that fetches is counted as four, keeps few, and the others get them."""
 _SHARED_MEMORY = 227 << 10
+_BESIDE_L1 = 195 << 10
+"""With more, the L1 shrinks from 60 KiB to 28, and scales are read from the L2."""
 _BESIDE = 1 << 10
-"""Of that, what a program has beside its tiles, its tokens and its run: reductions and barriers."""
+"""Barriers, smaller reductions, and what the driver has of a multiprocessor."""
 _LONGEST_RUN = 16
+_USUAL_RUN = 12
+"""Hardly any program has longer ones."""
 _MOST_STAGES = 6
 FINISH_BYTES = 32 << 10
 """Of sums that one program turns into output in one round trip to the L2: 16 numbers for each of its threads."""
@@ -33,15 +39,12 @@ class GluonMoETuning:
         columns: tokens of an expert that are multiplied together.
         run: slices at most whose outputs are added up before they leave the program.
         stages: pairs of tiles in shared memory, those at work included.
-        staged: whether the tokens of a run are in shared memory; else they are loaded from global memory at each
-            step.
     """
 
     slice: int
     columns: int
     run: int
     stages: int
-    staged: bool
 
     @property
     def stage_bytes(self) -> int:
@@ -54,38 +57,45 @@ GluonMoEPlan = LaunchPlan[GluonMoETuning]
 
 def shape_refusal(hidden: int, intermediate: int, shared: int = 0) -> str | None:
     """Why the kernel does not serve experts of these sizes, or None."""
-    if hidden % 512 or hidden < 1024 or intermediate % SLICE or shared % SLICE:
+    if hidden % 512 or not 1024 <= hidden <= MOST_HIDDEN or intermediate % SLICE or shared % SLICE:
         return (
-            f"it takes a hidden size from 1024 on that is a multiple of 512 and experts of a multiple of {SLICE}, "
-            f"not {hidden} and {intermediate}" + f" with a shared one of {shared}" * bool(shared)
+            f"it takes a hidden size from 1024 to {MOST_HIDDEN} that is a multiple of 512 and experts of a multiple "
+            f"of {SLICE}, not {hidden} and {intermediate}" + f" with a shared one of {shared}" * bool(shared)
         )
     return None
 
 
-def tile_columns(shape: MoEShape, tokens: int) -> int:
-    """For as many tokens as an expert can be expected to have, and half as many again."""
-    expected = -(-3 * tokens * shape.top_k // (2 * shape.num_experts))
-    return max(8, min(16, power_of_two(expected), power_of_two(tokens)))
-
-
-def longest_run(shape: MoEShape, columns: int, stages: int, staged: bool) -> int:
+def longest_run(shape: MoEShape, columns: int, stages: int, memory: int = _SHARED_MEMORY) -> int:
     """Slices that there is room for in shared memory between gate and up and down; 0 where there is none."""
     terms = 2 if shape.scales == "none" else 1
-    tokens = 2 * shape.hidden * columns if staged else 0
-    halves = 8 * SLICE * columns
-    free = _SHARED_MEMORY - _BESIDE - stages * 4 * SLICE * LINE - tokens - halves
+    tokens = 2 * shape.hidden * columns
+    # Between warps: sums of both halves of a pair for gate and up; before, of every expert its tokens as bits.
+    exchanged = 8 * max(SLICE * columns, WARPS * shape.padded_experts)
+    free = memory - _BESIDE - stages * 4 * SLICE * LINE - tokens - exchanged
     return max(0, min(_LONGEST_RUN, free // (columns * (2 * terms * SLICE + 4))))
 
 
+def tile_columns(shape: MoEShape, tokens: int) -> int:
+    """16 where an expert can be expected to have more than 8 tokens, and there is room for four stages beside them.
+    Of experts with 16 tokens on average, those with more than 8 are so many that two stages will do."""
+    expected = tokens * shape.top_k / shape.num_experts
+    stages = 4 if expected < 16 else 2
+    return 16 if expected > 5 and longest_run(shape, 16, stages) >= _USUAL_RUN else 8
+
+
 def tune_gluon_moe(shape: MoEShape, tokens: int) -> GluonMoETuning:
-    """As many stages as there is room for beside the tokens and the longest of runs, see docs/kernels/moe.md. With
-    fewer than four, tokens are better left where they are."""
+    """What was fastest on an H200, see docs/kernels/moe.md: as many stages as there is room for beside the L1, or,
+    where these are fewer than three, without it."""
     columns = tile_columns(shape, tokens)
     return next(
-        GluonMoETuning(SLICE, columns, run, stages, staged)
-        for staged, least in ((True, 4), (False, 2))
-        for stages in range(_MOST_STAGES, least - 1, -1)
-        if (run := longest_run(shape, columns, stages, staged)) >= 12
+        GluonMoETuning(SLICE, columns, run, stages)
+        for memory, fewest, least in (
+            (_BESIDE_L1, 3, _USUAL_RUN),
+            (_SHARED_MEMORY, 2, _USUAL_RUN),
+            (_SHARED_MEMORY, 2, 1),
+        )
+        for stages in range(_MOST_STAGES, fewest - 1, -1)
+        if (run := longest_run(shape, columns, stages, memory)) >= least
     )
 
 
@@ -106,4 +116,4 @@ def padded_tokens(tokens: int) -> int:
 
 def fits(shape: MoEShape, tuning: GluonMoETuning) -> bool:
     """Whether there is enough shared memory."""
-    return 1 <= tuning.run <= longest_run(shape, tuning.columns, tuning.stages, tuning.staged)
+    return 1 <= tuning.run <= longest_run(shape, tuning.columns, tuning.stages)
