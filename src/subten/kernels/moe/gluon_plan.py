@@ -18,7 +18,7 @@ REGISTERS = 65536 // (32 * (WARPS + 4)) // 8 * 8
 """Of a thread when a program starts. The warp that fetches is counted as four, keeps few, and the others get them."""
 _SHARED_MEMORY = 227 << 10
 _BESIDE_L1 = 195 << 10
-"""With more, the L1 shrinks from 60 KiB to 28, and scales are read from the L2."""
+"""With more, the L1, through which scales are read, shrinks from 60 KiB to 28."""
 _BESIDE = 1 << 10
 """Barriers, smaller reductions, and what the driver has of a multiprocessor."""
 _LONGEST_RUN = 16
