@@ -80,7 +80,7 @@ def tile_columns(shape: MoEShape, tokens: int) -> int:
     Of experts with 16 tokens on average, those with more than 8 are so many that two stages will do."""
     expected = tokens * shape.top_k / shape.num_experts
     stages = 4 if expected < 16 else 2
-    return 16 if expected > 5 and longest_run(shape, 16, stages) >= _USUAL_RUN else 8
+    return 16 if tokens > 8 and expected > 5 and longest_run(shape, 16, stages) >= _USUAL_RUN else 8
 
 
 def tune_gluon_moe(shape: MoEShape, tokens: int) -> GluonMoETuning:
