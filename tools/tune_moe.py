@@ -30,7 +30,7 @@ from subten.bench.moe_kernels import Plan, Variant, cut_copy, make_plan, module_
 from subten.bench.terminal import announce, names
 from subten.bench.timing import time_calls
 from subten.kernels.moe import MoEWeights
-from subten.kernels.moe.gluon_plan import SLICE, GluonMoETuning, fits
+from subten.kernels.moe.gluon_plan import SLICE, GluonMoETuning, fits, longest_run
 from subten.kernels.moe.plan import (
     MoEPlan,
     MoEShape,
@@ -65,14 +65,12 @@ def candidates(shape: MoEShape, tokens: int, variant: Variant, num_sms: int) -> 
 
 
 def gluon_candidates(shape: MoEShape, tokens: int, variant: Variant, num_sms: int) -> Iterator[Plan]:
-    """Slices that leave a program together, columns, and pairs of tiles in flight against programs that share a
-    multiprocessor: the default first."""
+    """Columns and stages, with runs as long as there is room for: the default first."""
     default = make_plan(variant, shape, tokens, num_sms)
     yield default
-    for group, columns, (stages, per_sm) in product((1, 2, 4), (8, 16), ((3, 2), (2, 3), (6, 1))):
-        tuning = GluonMoETuning(SLICE, group, columns, stages, per_sm)
-        divides = all(size % (SLICE * group) == 0 for size in (shape.intermediate, shape.shared))
-        if divides and columns <= max(8, tokens) and fits(tuning) and tuning != default.tuning:
+    for columns, stages in product((8, 16), (2, 3, 4, 5, 6)):
+        tuning = GluonMoETuning(SLICE, columns, longest_run(shape, columns, stages), stages)
+        if columns <= max(8, tokens) and fits(shape, tuning) and tuning != default.tuning:
             yield make_plan(variant, shape, tokens, num_sms, tuning)
 
 
@@ -162,7 +160,7 @@ def described(plan: Plan) -> str:
     """What is tried, on one line."""
     t = plan.tuning
     if isinstance(t, GluonMoETuning):
-        tiles = f"slice {t.slice:3} group {t.group} columns {t.columns:2} stages {t.stages} per_sm {t.per_sm}"
+        tiles = f"slice {t.slice:3} columns {t.columns:2} run {t.run:2} stages {t.stages}"
     else:
         tiles = (
             f"slice {t.slice:3} k {t.block_k:3} h {t.block_h:3} columns {t.columns:2} warps {t.warps} "

@@ -197,7 +197,7 @@ def test_plans_that_a_tool_found(tmp_path: Path) -> None:
         for plan in [replace(default, tuning=replace(default.tuning, stages=stages))]
     ]
     file = tmp_path / "tuned.json"
-    other = plan_gluon_moe(shape, 8, 132, tuning=GluonMoETuning(64, 2, 8, 6, 1))
+    other = plan_gluon_moe(shape, 8, 132, tuning=GluonMoETuning(64, 8, 4, 5))
     rows.append({"case": asdict(case), "variant": asdict(GLUON), "us": 7.0, "plan": asdict(other)})
     file.write_text(json.dumps({"moe": rows}))
     tuned = Tuned.read(file)

@@ -98,15 +98,26 @@ def test_any_number_of_programs_gives_the_same_bits(kernel: str, name: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["block", "bf16"])
-def test_slices_that_leave_together_give_the_same_bits(kind: str) -> None:
+def test_no_way_to_do_the_work_changes_a_bit(kind: str) -> None:
+    """How many slices leave a program together, and how many stages there are."""
     weights, x, logits = problem_of("mix-32b-a9b", 8, kind, "gluon")
     (way,) = ways_of("gluon", kind)
-    found = [
-        run(weights, x, logits, way, plan_for(weights, 8, way, GluonMoETuning(SLICE, group, 8, 3, 2)))[0]
-        for group in (1, 2, 4)
-    ]
-    assert torch.equal(found[1], found[0])
-    assert torch.equal(found[2], found[0])
+    first, *others = (
+        run(weights, x, logits, way, plan_for(weights, 8, way, GluonMoETuning(SLICE, 8, *tuning)))[0]
+        for tuning in ((1, 2), (3, 4), (5, 3))
+    )
+    assert all(torch.equal(other, first) for other in others)
+
+
+@pytest.mark.parametrize("name", ["mix-32b-a9b", "seed-32b-a7b"])
+def test_further_tiles_of_columns_give_the_same_bits(name: str) -> None:
+    weights, x, logits = problem_of(name, 64, "block", "gluon")
+    (way,) = ways_of("gluon", "block")
+    one, two = (
+        run(weights, x, logits, way, plan_for(weights, 64, way, GluonMoETuning(SLICE, columns, 4, 2)))[0]
+        for columns in (16, 8)
+    )
+    assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("routing", ["ties", "one choice"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from subten.kernels.moe.gluon_decode import decode_arguments, moe_kernel
-from subten.kernels.moe.gluon_plan import SLICE, plan_gluon_moe
+from subten.kernels.moe.gluon_plan import REGISTERS, SLICE, WARPS, plan_gluon_moe
 from subten.kernels.moe.packing import cut_down
 from subten.kernels.moe.plan import MoEShape
 from subten.kernels.moe.triton_decode import MoEScratch
@@ -28,12 +28,13 @@ class Compiled:
 
     Attributes:
         name: as in the argument.
-        columns: tokens of an item.
+        columns: tokens of a tile.
         registers: of a thread.
-        allowed: that it may have, for as many programs as shall share a multiprocessor.
+        allowed: that it may have.
         gate_up: opcodes of the loop over gate and up, and how often they occur.
         down: likewise, of down.
-        unguarded: copies into the ring that can come behind reads of it without a barrier between.
+        additions: to sums in memory, once for all slices of a run.
+        unguarded: signs that a stage is free that can come behind reads of it without a barrier between.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Compiled:
     allowed: int
     gate_up: dict[str, int]
     down: dict[str, int]
+    additions: int
     unguarded: list[str]
 
 
@@ -60,24 +62,26 @@ def compile_one(name: str, folder: Path) -> Compiled:
     code = compile_kernel(
         moe_kernel,
         arguments,
-        tuning.warps,
+        WARPS,
         CAPABILITY,
         folder,
         fp_fusion=True,
-        max_registers=tuning.registers,
+        max_registers=REGISTERS,
     )
-    loops = [Counter(map(opcode, lines)) for lines in code.loops()]
-    products = sorted((loop for loop in loops if loop["HMMA"]), key=lambda loop: loop.total())
-    gate_up = next(loop for loop in products if not loop["REDG"])
-    down = next(loop for loop in products if loop["REDG"])
+    products = [text for text in map("\n".join, code.loops()) if "HMMA" in text]
+    innermost = [text for text in products if not any(other in text for other in products if other != text)]
+    # Behind them come ways back from where a warp waits for a barrier.
+    gate_up, down, *_ = (Counter(map(opcode, text.split("\n"))) for text in innermost)
+    added = next(text for text in products if "REDG" in text)
     return Compiled(
         name,
         tuning.columns,
         code.registers,
-        tuning.registers,
+        REGISTERS,
         dict(gate_up.most_common()),
         dict(down.most_common()),
-        code.reachable("LDSM", "UTMALDG", "BAR.SYNC"),
+        added.count("REDG"),
+        code.reachable("LDSM", "ARRIVE.TRANS64.A1T0", "BAR.SYNC"),
     )
 
 

@@ -12,7 +12,15 @@ import torch
 
 from subten.bench.moe_cases import MODELS, MoECase
 from subten.kernels.moe import MoEWeights
-from subten.kernels.moe.gluon_plan import SLICE, GluonMoEPlan, GluonMoETuning, plan_gluon_moe, shape_refusal
+from subten.kernels.moe.gluon_plan import (
+    REGISTERS,
+    SLICE,
+    WARPS,
+    GluonMoEPlan,
+    GluonMoETuning,
+    plan_gluon_moe,
+    shape_refusal,
+)
 from subten.kernels.moe.packing import cut_down
 from subten.kernels.moe.plan import Activations, MoEPlan, MoEShape, MoETuning, Sums, plan_moe
 
@@ -91,13 +99,13 @@ def compile_launch(weights: MoEWeights, tokens: int, plan: Plan, outputs: Sequen
     from subten.kernels.moe.triton_decode import MoEScratch
 
     tuning = plan.tuning
-    options: dict[str, Any] = {"num_warps": tuning.warps, "maxnreg": tuning.registers}
+    options: dict[str, Any]
     if isinstance(tuning, GluonMoETuning):
         module, weights = module_of("gluon"), cut_down(weights, SLICE)
-        options |= {"launch_pdl": True}
+        options = {"num_warps": WARPS, "maxnreg": REGISTERS, "launch_pdl": True}
     else:
         module = module_of("triton")
-        options |= {"num_stages": tuning.stages}
+        options = {"num_warps": tuning.warps, "maxnreg": tuning.registers, "num_stages": tuning.stages}
     shape, device = MoEShape.of(weights), weights.gate_up.device
     x = torch.zeros(tokens, shape.hidden, dtype=torch.bfloat16, device=device)
     logits = torch.zeros(tokens, shape.num_experts, device=device)

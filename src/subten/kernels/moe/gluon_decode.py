@@ -1,16 +1,17 @@
 """A mixture of experts for 1 to 64 tokens in one launch on sm_90, in Gluon: Triton with layouts by hand.
 
 The work is that of triton_decode.py, which serves other GPUs and is the one to read first. What differs is how
-weights reach a program: as one stream of tiles of 16 KiB through a ring in shared memory. The copy engine fills it
-ahead of the work, across the end of gate and up, of down, and of an item.
-docs/kernels/moe.md has the reasons and the measurements.
+weights reach a program: as one stream of tiles of 16 KiB through a ring in shared memory. A warp of its own asks the
+copy engine for them (`_fetch`), ahead of the warps that multiply (`_work`), across the end of gate and up, of down,
+and of a run. docs/kernels/moe.md has the reasons and the measurements.
 
-- An item is one or several slices of 64 neurons of an expert, for as many of its tokens as a tile has columns.
-- A slice's rows of gate and of up are a tile each; the four warps have 16 rows of both, so that a thread holds gate
-  and up of the same neurons.
+- A program has a multiprocessor to itself, and a range of the list of all slices (gluon_schedule.py). It works in
+  runs: slices of 64 neurons of one expert, for as many of its tokens as a tile has columns.
+- Tiles come in pairs. Of gate and up: two lines of every row of a slice. Four warps have the first, with 16 rows of
+  gate and of up each, so that a thread holds both of a neuron, and four the second.
 - Down lies in slices of 64 columns, one behind the other (`packing.cut_down`): a tile is 256 rows of a slice.
-- Products of the slices of an item are added up as 64-bit integers, as they are in memory: how many slices make an
-  item does not change a bit.
+- Products of the slices of a run are added up as 64-bit integers, as they are in memory: how many slices make a run
+  does not change a bit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -31,8 +32,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from subten.kernels.attention.gluon_ptx import let_next_kernel_start, wait_for_previous_kernel
 from subten.kernels.moe import triton_decode
-from subten.kernels.moe.gluon_plan import LINE, GluonMoEPlan, plan_gluon_moe
+from subten.kernels.moe.gluon_plan import FINISH_BYTES, LINE, REGISTERS, WARPS, GluonMoEPlan, plan_gluon_moe
 from subten.kernels.moe.gluon_routing import columns_of, locate, route, shares_of, tiles_of_experts
+from subten.kernels.moe.gluon_schedule import length_of_ranges, run_at
 from subten.kernels.moe.inputs import SCALE_BLOCK, MoEWeights
 from subten.kernels.moe.plan import MoEShape
 from subten.kernels.moe.reference import router_logits
@@ -46,12 +48,14 @@ _reinterpret = _Memory.reinterpret if hasattr(_Memory, "reinterpret") else _Memo
 
 _LOG2_E = gl.constexpr(math.log2(math.e))
 _LINE = gl.constexpr(LINE)
+_WARPS = gl.constexpr(WARPS)
 _SCALE_BLOCK = gl.constexpr(SCALE_BLOCK)
 _UNIT = gl.constexpr(2.0**-32)
 """Of the sums: a token whose outputs are as small as 1e-3 still gets them to 2e-7."""
 _LARGEST_SHARE = gl.constexpr(2.0**18)
 """What an item may add to an output; 2^13 of these fit. A token with larger ones becomes NaN, not something wrong."""
 _INFINITY = gl.constexpr(0x7F800000)
+_FINISH_BLOCK = gl.constexpr(FINISH_BYTES // 8)
 
 
 @gluon.jit
@@ -85,8 +89,8 @@ def moe_decode(
     logits = router_logits(x, weights) if logits is None else logits
     moe_kernel[(plan.programs,)](
         **decode_arguments(x, logits, weights, plan, scratch, out, activation, residual, factor),
-        num_warps=plan.tuning.warps,
-        maxnreg=plan.tuning.registers,
+        num_warps=WARPS,
+        maxnreg=REGISTERS,
         launch_pdl=True,
     )
     return out
@@ -108,22 +112,26 @@ def decode_arguments(
     shared, width = weights.shared, plan.tuning.slice
     return {
         **arguments,
-        "gate_up": _pairs(weights.gate_up, width),
-        "down": _slices(weights.down, width),
-        "shared_gate_up": shared and _pairs(shared.gate_up, width),
-        "shared_down": shared and _slices(shared.down, width),
+        "gate_up": _gate_up_tiles(weights.gate_up, width),
+        "down": _down_tiles(weights.down, width),
+        "shared_gate_up": shared and _gate_up_tiles(shared.gate_up, width),
+        "shared_down": shared and _down_tiles(shared.down, width),
     }
 
 
-def _pairs(weight: Tensor, width: int) -> TensorDescriptor:
-    """Gate and up of all experts, [2 * experts, neurons, hidden]: a tile is a slice of both halves of one."""
+def _gate_up_tiles(weight: Tensor, width: int) -> TensorDescriptor:
+    """Gate and up of all experts, [2 * experts, lines, neurons, line]: a pair of tiles is two lines of every row of a
+    slice, gate in front of up."""
     *experts, rows, hidden = weight.shape
-    return _tiles(weight.view(2 * math.prod(experts), rows // 2, hidden), [2, width, LINE // weight.itemsize])
+    line = LINE // weight.itemsize
+    lines = weight.view(2 * math.prod(experts), rows // 2, hidden // line, line)
+    return _tiles(lines.transpose(1, 2), [2, 2, width, line])
 
 
-def _slices(weight: Tensor, width: int) -> TensorDescriptor:
-    """The slices of down of all experts one below the other, [experts * slices * hidden, width]."""
-    return _tiles(weight.view(-1, width), [2 * LINE // weight.itemsize, width])
+def _down_tiles(weight: Tensor, width: int) -> TensorDescriptor:
+    """The slices of down of all experts one below the other: a pair of tiles is one piece of memory."""
+    rows = 2 * LINE // weight.itemsize
+    return _tiles(weight.view(-1, rows, width), [2, rows, width])
 
 
 def _tiles(weight: Tensor, size: list[int]) -> TensorDescriptor:
@@ -138,102 +146,131 @@ def _tiles(weight: Tensor, size: list[int]) -> TensorDescriptor:
 
 
 @gluon.jit
-def _as_tile(stage, weights):
+def _fetch(
+    gate_up, down, shared_gate_up, shared_down, runs, ring, posted, full, empty, SHAPE: gl.constexpr,
+    TUNING: gl.constexpr,
+):  # fmt: skip
+    """All that one warp does: ask for the tiles of every run that is posted, up to one without slices."""
+    pipe = (ring, full, empty)
+    number = 0
+    turn = 0
+    shared, expert, first, slices = _posted_run(runs, posted, number)
+    while slices > 0:
+        if SHAPE.shared > 0:
+            if shared != 0:
+                turn = _fetch_run(shared_gate_up, shared_down, expert, first, slices, turn, pipe, SHAPE, TUNING)
+            else:
+                turn = _fetch_run(gate_up, down, expert, first, slices, turn, pipe, SHAPE, TUNING)
+        else:
+            turn = _fetch_run(gate_up, down, expert, first, slices, turn, pipe, SHAPE, TUNING)
+        number += 1
+        shared, expert, first, slices = _posted_run(runs, posted, number)
+
+
+@gluon.jit
+def _fetch_run(
+    gate_up, down, expert, first, slices, turn, pipe, SHAPE: gl.constexpr, TUNING: gl.constexpr
+):  # fmt: skip
+    """Gate and up slice by slice, then down rows by rows. `turn` counts the pairs of a program."""
+    PAIRS: gl.constexpr = SHAPE.hidden // (2 * gate_up.block_shape[3])
+    TILES: gl.constexpr = SHAPE.hidden // down.block_shape[1]
+    for member in range(first, first + slices):
+        for pair in range(PAIRS):
+            stage, bar = _free_stage(turn, pipe, TUNING)
+            _copy(gate_up, [2 * expert, 2 * pair, member * TUNING.slice, 0], bar, _as_tiles(stage, gate_up))
+            turn += 1
+    begin = expert * (SHAPE.intermediate // TUNING.slice) + first
+    for rows in range(0, TILES, 2):
+        for member in range(begin, begin + slices):
+            stage, bar = _free_stage(turn, pipe, TUNING)
+            _copy(down, [member * TILES + rows, 0, 0], bar, _as_tiles(stage, down))
+            turn += 1
+    return turn
+
+
+@gluon.jit
+def _free_stage(turn, pipe, TUNING: gl.constexpr):
+    """The next stage, when all warps have read what was in it, and the barrier that now expects what comes next."""
+    ring, full, empty = pipe
+    place = turn % TUNING.stages
+    mbarrier.wait(empty.index(place), (turn // TUNING.stages & 1) ^ 1)
+    mbarrier.expect(full.index(place), TUNING.stage_bytes)
+    return ring.index(place), full.index(place)
+
+
+@gluon.jit
+def _as_tiles(stage, weights):
     """A stage of the ring as the copy engine fills it from `weights`."""
     return _reinterpret(stage, weights.dtype, weights.block_shape, weights.layout)
 
 
 @gluon.jit
-def _copy_gate_up(weights, expert, neuron, step, ring, place, bar, SHAPE: gl.constexpr):
-    SLICE: gl.constexpr = weights.block_shape[1]
-    COLUMNS: gl.constexpr = weights.block_shape[2]
-    STEPS: gl.constexpr = SHAPE.hidden // COLUMNS
-    row, column = neuron + step // STEPS * SLICE, step % STEPS * COLUMNS
-    for tile in gl.static_range(2):
-        corner = [2 * expert, row, column + tile * COLUMNS]
-        _copy(weights, corner, bar, _as_tile(ring.index(place + tile), weights))
+def _post_run(runs, posted, number, run):
+    """Tell the warp that fetches tiles where those of a run are. There is room for two runs: tiles of the one before
+    the last have come when this one is posted."""
+    shared, expert, first, slices = run
+    index = gl.arange(0, 4, layout=gl.BlockedLayout([1], [32], [_WARPS], [0]))
+    of_expert = gl.where(index < 1, shared, expert)
+    of_slices = gl.where(index < 3, first, slices)
+    runs.index(number % 2).store(gl.where(index < 2, of_expert, of_slices))
+    mbarrier.arrive(posted.index(number % 2), count=1)
 
 
 @gluon.jit
-def _copy_down(weights, down_row, step, ring, place, bar, SHAPE: gl.constexpr, GROUP: gl.constexpr):
-    ROWS: gl.constexpr = weights.block_shape[0]
-    for tile in gl.static_range(2):
-        at = step + tile
-        row = down_row + at % GROUP * SHAPE.hidden + at // GROUP * ROWS
-        _copy(weights, [row, 0], bar, _as_tile(ring.index(place + tile), weights))
+def _posted_run(runs, posted, number):
+    """What was posted, as soon as it is."""
+    mbarrier.wait(posted.index(number % 2), number // 2 & 1)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    index = gl.arange(0, 4, layout=LAYOUT)
+    run = runs.index(number % 2).load(LAYOUT)
+    return (
+        gl.sum(gl.where(index == 0, run, 0), 0),
+        gl.sum(gl.where(index == 1, run, 0), 0),
+        gl.sum(gl.where(index == 2, run, 0), 0),
+        gl.sum(gl.where(index == 3, run, 0), 0),
+    )
+
+
+# --- runs --------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _request(
-    step, turn, here, following, has_next, weights, ring, bars, SHAPE: gl.constexpr, TUNING: gl.constexpr
+def _run(
+    place, end, block, tokens, masks, tiles, first_tile, shared_places, SHAPE: gl.constexpr, TUNING: gl.constexpr
 ):  # fmt: skip
-    """Ask for two tiles: of an item those from its `step`-th on, or of gate and up of the item behind it. `turn`
-    counts the pairs of a program, and `here` and `following` are what `_item` returned."""
-    gate_up, down, shared_gate_up, shared_down = weights
-    shared, expert, neuron, down_row = here
-    next_shared, next_expert, next_neuron, _ = following
-    FIRST: gl.constexpr = TUNING.group * (SHAPE.hidden // gate_up.block_shape[2])
-    ALL: gl.constexpr = FIRST + TUNING.group * (SHAPE.hidden // down.block_shape[0])
-    place = 2 * (turn % TUNING.stages)
-    bar = bars.index(turn % TUNING.stages)
-    beyond = step >= ALL
-    if (step < ALL) | has_next:
-        mbarrier.expect(bar, TUNING.stage_bytes)
-        if (step < FIRST) | beyond:
-            of_expert, first = gl.where(beyond, next_expert, expert), gl.where(beyond, next_neuron, neuron)
-            at = gl.where(beyond, step - ALL, step)
-            if SHAPE.shared > 0:
-                if gl.where(beyond, next_shared, shared) != 0:
-                    _copy_gate_up(shared_gate_up, of_expert, first, at, ring, place, bar, SHAPE)
-                else:
-                    _copy_gate_up(gate_up, of_expert, first, at, ring, place, bar, SHAPE)
-            else:
-                _copy_gate_up(gate_up, of_expert, first, at, ring, place, bar, SHAPE)
-        else:
-            if SHAPE.shared > 0:
-                if shared != 0:
-                    _copy_down(shared_down, down_row, step - FIRST, ring, place, bar, SHAPE, TUNING.group)
-                else:
-                    _copy_down(down, down_row, step - FIRST, ring, place, bar, SHAPE, TUNING.group)
-            else:
-                _copy_down(down, down_row, step - FIRST, ring, place, bar, SHAPE, TUNING.group)
-
-
-@gluon.jit
-def _take(
-    step, turn, here, following, has_next, weights, ring, bars, SHAPE: gl.constexpr, TUNING: gl.constexpr
-):  # fmt: skip
-    """Wait for two tiles, ask for those that take the place of the ones before, and return where they are."""
-    AHEAD: gl.constexpr = TUNING.stages - 1
-    mbarrier.wait(bars.index(turn % TUNING.stages), (turn // TUNING.stages) & 1)
-    _request(step + 2 * AHEAD, turn + AHEAD, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
-    return 2 * (turn % TUNING.stages)
-
-
-# --- items -------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _item(
-    item, tokens, masks, tiles, first_tile, shared_items, SHAPE: gl.constexpr, TUNING: gl.constexpr
-):  # fmt: skip
-    """Where the weights of an item are (whether of the shared expert, which expert, its first neuron, and the first
-    of its rows of down), the expert's tokens as bits, and which tile of columns the item is for."""
-    WIDTH: gl.constexpr = TUNING.slice * TUNING.group
-    UNITS: gl.constexpr = SHAPE.intermediate // WIDTH
-    expert, mask, unit, part = locate(item - shared_items, masks, tiles, first_tile, UNITS, SHAPE.padded_experts)
-    down_row = (expert * (SHAPE.intermediate // TUNING.slice) + unit * TUNING.group) * SHAPE.hidden
-    shared = 0
+    """The run that begins at a place of the list: whether it is of the shared expert, its expert, its first slice and
+    how many it has, none at the end; the expert's tokens as bits, and which tile of columns it is for."""
+    SLICES: gl.constexpr = SHAPE.intermediate // TUNING.slice
+    last = gl.minimum(place, end - 1)
+    expert, mask, of_expert, begin = locate(
+        last - shared_places, masks, tiles, first_tile, SLICES, SHAPE.padded_experts
+    )
+    begin += shared_places
+    shared, slices = 0, SLICES
     if SHAPE.shared > 0:
-        shared_tiles = (tokens + TUNING.columns - 1) // TUNING.columns
-        if item < shared_items:
-            shared, expert = 1, 0
-            unit, part = item // shared_tiles, item % shared_tiles
+        tiles_of_all = (tokens + TUNING.columns - 1) // TUNING.columns
+        if last < shared_places:
+            shared, expert, of_expert, begin, slices = 1, 0, tiles_of_all, 0, SHAPE.shared // TUNING.slice
             # All bits up to the last token; in two steps, as there can be as many as there are bits.
             one = gl.sum(masks * 0, 0) + 1
             mask = ((one << (tokens - 1).to(masks.dtype)) - 1) * 2 + 1
-            down_row = unit * TUNING.group * SHAPE.hidden
-    return (shared, expert, unit * WIDTH, down_row), mask, part
+    first, tile, length = run_at(last - begin, end - begin, block, of_expert, slices, TUNING.run)
+    return (shared, expert, first, gl.where(place < end, length, 0)), mask, tile
+
+
+@gluon.jit
+def _all_of_tokens(x, x_stride, mask, tile, STEPS: gl.constexpr, STEP: gl.constexpr, COLUMNS: gl.constexpr,
+                   TOKENS: gl.constexpr):  # fmt: skip
+    """The tokens of a tile of columns, as tensors of a step each."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, STEP // 8, 256 // STEP], [2, 1, _WARPS // 2], [1, 2, 0])
+    column, real = columns_of(mask, tile, TOKENS, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    k = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    half = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None] * STEP
+    sources = x + column[None, None, :] * x_stride + half + k
+    values = ()
+    for step in gl.static_range(STEPS):
+        values += (gl.load(sources + step * 2 * STEP, mask=real[None, None, :], other=0.0),)
+    return values
 
 
 @gluon.jit
@@ -246,68 +283,80 @@ def _wide(tile, operand):
 
 
 @gluon.jit
+def _as_operand(tokens, operand):
+    """Tokens as operand of the tensor core. Of two in bf16, one is shifted up and one masked, which the compiler
+    would do in three steps."""
+    if tokens.dtype == gl.bfloat16 and operand == gl.float16:
+        return gl.inline_asm_elementwise(
+            "{ .reg .b32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; cvt.rn.f16x2.f32 $0, b, a; }",
+            "=r,r",
+            [tokens],
+            dtype=gl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tokens.to(operand)
+
+
+@gluon.jit
 def _gate_up_scales(
-    scales, neuron, scale_blocks, step, STEP: gl.constexpr, SHAPE: gl.constexpr, TUNING: gl.constexpr
+    scales, neuron, slices, scale_blocks, step, STEP: gl.constexpr, LAYOUT: gl.constexpr, SHAPE: gl.constexpr,
+    TUNING: gl.constexpr,
 ):  # fmt: skip
-    """Of the block that a step's tile of gate lies in, and of that of up."""
+    """Of the blocks that a step's tiles of gate lie in, and of those of up."""
     gate, up = 1.0, 1.0
     if SHAPE.scales == "block":
-        STEPS: gl.constexpr = SHAPE.hidden // STEP
-        block = (neuron + gl.minimum(step // STEPS, TUNING.group - 1) * TUNING.slice) // _SCALE_BLOCK
-        at = step % STEPS * STEP // _SCALE_BLOCK
-        gate = gl.load(scales + block * SHAPE.hidden_blocks + at)
-        up = gl.load(scales + (scale_blocks + block) * SHAPE.hidden_blocks + at)
+        STEPS: gl.constexpr = SHAPE.hidden // (2 * STEP)
+        block = (neuron + gl.minimum(step // STEPS, slices - 1) * TUNING.slice) // _SCALE_BLOCK
+        tile = step % STEPS * 2 + gl.arange(0, 2, layout=LAYOUT)
+        at = tile * STEP // _SCALE_BLOCK
+        gate = gl.load(scales + (block * SHAPE.hidden_blocks + at))
+        up = gl.load(scales + ((scale_blocks + block) * SHAPE.hidden_blocks + at))
     return gate, up
 
 
 @gluon.jit
-def _down_scales(scales, neuron, scale_blocks, step, row, SHAPE: gl.constexpr, TUNING: gl.constexpr):
-    """Of the rows of a step's tile of down."""
-    scale = row.to(gl.float32)
-    if SHAPE.scales != "none":
-        at = step // TUNING.group % (SHAPE.hidden // row.shape[0]) * row.shape[0] + row
-        if SHAPE.scales == "channel":
-            scale = gl.load(scales + at)
+def _down_scales(scales, neuron, scale_blocks, step, member, row, SHAPE: gl.constexpr, TUNING: gl.constexpr):
+    """Of the rows of each of the tiles of down of a step, beyond the last step those of the first."""
+    ROWS: gl.constexpr = row.shape[0]
+    STEPS: gl.constexpr = SHAPE.hidden // (2 * ROWS)
+    of_tiles = ()
+    for i in gl.static_range(2):
+        at = (step % STEPS * 2 + i) * ROWS + row
+        if SHAPE.scales == "none":
+            of_tiles += (1.0,)
+        elif SHAPE.scales == "channel":
+            of_tiles += (gl.load(scales + at),)
         else:
-            block = (neuron + step % TUNING.group * TUNING.slice) // _SCALE_BLOCK
-            scale = gl.load(scales + at // _SCALE_BLOCK * scale_blocks + block)
-    return scale
+            block = (neuron + member * TUNING.slice) // _SCALE_BLOCK
+            of_tiles += (gl.load(scales + (at // _SCALE_BLOCK * scale_blocks + block)),)
+    return of_tiles
 
 
 @gluon.jit
-def _multiply_gate_up(stage, values, gate_scale, up_scale, gate, up, SHAPE: gl.constexpr):
-    """A step of both sums."""
-    SLICE: gl.constexpr = gate.shape[0]
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, gate.type.layout, values.type.layout.k_width)
-    OPERAND: gl.constexpr = gl.float16 if stage.dtype == gl.uint8 else stage.dtype
-    gate_rows = _wide(stage.slice(0, SLICE).load(LEFT), OPERAND)
-    up_rows = _wide(stage.slice(SLICE, SLICE).load(LEFT), OPERAND)
-    operand = values.to(OPERAND)
+def _multiply_gate_up(rows, values, scale, total, SHAPE: gl.constexpr):
+    """A step of the sums of gate or of up, those of both tiles."""
+    wide = _wide(rows, values.dtype)
     if SHAPE.scales == "block":
-        zero = gl.zeros_like(gate)
-        gate += mma_v2(gate_rows, operand, zero) * gate_scale
-        up += mma_v2(up_rows, operand, zero) * up_scale
+        return total + mma_v2(wide, values, gl.zeros_like(total)) * scale[:, None, None]
     else:
-        gate = mma_v2(gate_rows, operand, gate)
-        up = mma_v2(up_rows, operand, up)
-    return gate, up
+        return mma_v2(wide, values, total)
 
 
 @gluon.jit
-def _multiply_down(stage, down, inners, units, member, scale, ACC: gl.constexpr, SHAPE: gl.constexpr):
-    """What a tile adds to the outputs of its rows."""
-    K_WIDTH: gl.constexpr = 4 // (stage.dtype.primitive_bitwidth // 8)
-    TERMS: gl.constexpr = inners.shape[0] // units.shape[0]
-    rows = _wide(_as_tile(stage, down).load(gl.DotOperandLayout(0, ACC, K_WIDTH)), inners.dtype)
-    ROWS: gl.constexpr = down.block_shape[0]
-    COLUMNS: gl.constexpr = units.shape[1]
+def _multiply_down(rows, inner, share, scale, SHAPE: gl.constexpr):
+    """What a tile adds to the outputs of its rows; `inner` has one term or two."""
+    ACC: gl.constexpr = rows.type.layout.parent
+    ROWS: gl.constexpr = rows.shape[0]
+    COLUMNS: gl.constexpr = share.shape[0]
+    wide = _wide(rows, inner[0].dtype)
     product = gl.zeros([ROWS, COLUMNS], gl.float32, layout=ACC)
-    for term in gl.static_range(TERMS):
-        inner = inners.index(member * TERMS + term).load(gl.DotOperandLayout(1, ACC, K_WIDTH))
-        product = mma_v2(rows, inner, product)
+    for term in gl.static_range(len(inner)):
+        product = mma_v2(wide, inner[term], product)
     if SHAPE.scales != "none":
         product *= scale[:, None]
-    return product * units.index(member).load(gl.SliceLayout(0, ACC))[None, :]
+    return product * share[None, :]
 
 
 @gluon.jit
@@ -318,14 +367,22 @@ def _power_of_two(bits):
 
 
 @gluon.jit
+def _peak(product, like):
+    """The largest magnitudes of every row that a thread has: [rows, columns] to the size of `like`."""
+    ROWS: gl.constexpr = like.shape[0]
+    COLUMNS: gl.constexpr = like.shape[1]
+    blocks = product.reshape([product.shape[0] // ROWS, ROWS, COLUMNS])
+    return gl.convert_layout(gl.max(gl.abs(blocks), 0), like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def _finish(
-    sums, broken, residual, out, tokens, factor, number, finishers, SHAPE: gl.constexpr, TUNING: gl.constexpr,
-    FIXED: gl.constexpr,
+    sums, broken, residual, out, tokens, factor, number, finishers, SHAPE: gl.constexpr, FIXED: gl.constexpr
 ):  # fmt: skip
     """Turn every `finishers`-th block of sums, from `number` on, into output, and clear it. Every thread clears what
     it has read: the layout is one."""
-    BLOCK: gl.constexpr = 512
-    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [TUNING.warps], [0])
+    BLOCK: gl.constexpr = _FINISH_BLOCK
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [_WARPS], [0])
     offset = gl.arange(0, BLOCK, layout=LAYOUT)
     for start in range(number * BLOCK, tokens * SHAPE.hidden, finishers * BLOCK):
         at = start + offset
@@ -341,6 +398,179 @@ def _finish(
         gl.store(sums + at, gl.zeros([BLOCK], sums.dtype.element_ty, layout=LAYOUT), mask=inside)
 
 
+@gluon.jit
+def _work(
+    x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up_scale, shared_down_scale, sums,
+    broken, tokens, x_stride, logits_stride, runs, ring, posted, full, empty, inners, units, staged,
+    SHAPE: gl.constexpr, TUNING: gl.constexpr, TOKENS: gl.constexpr, FIXED: gl.constexpr, GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """All that the other warps do: routing, and the products of the program's runs. How many programs have any."""
+    HIDDEN: gl.constexpr = SHAPE.hidden
+    SLICE: gl.constexpr = TUNING.slice
+    COLUMNS: gl.constexpr = TUNING.columns
+    STAGES: gl.constexpr = TUNING.stages
+    WORD: gl.constexpr = gate_up.dtype
+    SIZE: gl.constexpr = WORD.primitive_bitwidth // 8
+    STEP: gl.constexpr = gate_up.block_shape[3]
+    STEPS: gl.constexpr = HIDDEN // (2 * STEP)
+    ROWS: gl.constexpr = down.block_shape[1]
+    OPERAND: gl.constexpr = gl.float16 if SIZE == 1 else WORD
+    TERMS: gl.constexpr = 2 if OPERAND.is_bf16() else 1
+    K_WIDTH: gl.constexpr = 4 // SIZE
+    # Gate and up: [tile of the pair, neuron, token]. Four warps have 16 neurons each, of both tiles, or eight of one.
+    PAIR: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[_WARPS // 4, 4, 1], instr_shape=[1, 16, 8]
+    )
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, PAIR, K_WIDTH)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, PAIR, K_WIDTH)
+    OF_TILE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, PAIR))
+    # Their sums, and down: [neuron or row, token].
+    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[_WARPS, 1], instr_shape=[16, 8])
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    BY_COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
+    GATE_UP_PAIR: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=_LINE, element_bitwidth=8 * SIZE, rank=3)
+    DOWN_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SLICE * SIZE, element_bitwidth=8 * SIZE, rank=2)
+
+    wait_for_previous_kernel()
+    let_next_kernel_start()
+    masks, top, divisor = route(logits, correction, tokens, logits_stride, SHAPE, TOKENS, _WARPS)
+    tiles, first_tile = tiles_of_experts(masks, COLUMNS)
+    shared_places = SHAPE.shared // SLICE * ((tokens + COLUMNS - 1) // COLUMNS)
+    places = shared_places + gl.sum(tiles, 0) * (SHAPE.intermediate // SLICE)
+    length = length_of_ranges(places, gl.num_programs(0))
+    place = gl.program_id(0) * length
+    end = gl.minimum(place + length, places)
+    here, mask, tile = _run(place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING)
+    number = 0
+    turn = 0
+    _post_run(runs, posted, number, here)
+    while place < end:
+        shared, expert, first, slices = here
+        neuron = first * SLICE
+        place += slices
+        number += 1
+        # What takes a round trip to the L2 is asked for first.
+        values = _all_of_tokens(x, x_stride, mask, tile, STEPS, STEP, COLUMNS, TOKENS)
+        of_column, real = columns_of(mask, tile, TOKENS, COLUMNS, BY_COLUMN)
+        share = gl.full([COLUMNS], 1.0, gl.float32, layout=BY_COLUMN)
+        if shared != 0:
+            if GATED:
+                gate_logit = gl.load(logits + of_column * logits_stride + SHAPE.num_experts, mask=real, other=0.0).to(
+                    gl.float32
+                )
+                share = 1 / (1 + gl.exp2(gate_logit * -_LOG2_E))
+        else:
+            share = shares_of(logits, expert, of_column, real, logits_stride, top, divisor, SHAPE)
+        here, next_mask, next_tile = _run(
+            place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING
+        )
+        _post_run(runs, posted, number, here)
+        odd = ((share.to(gl.int32, bitcast=True) & _INFINITY) == _INFINITY).to(gl.int32)
+        gate_scales, down_scales = gate_up_scale, down_scale
+        width = SHAPE.intermediate
+        scale_blocks = SHAPE.scale_blocks
+        if SHAPE.scales == "channel":
+            gate_scales = gate_up_scale + expert.to(gl.int64) * (2 * SHAPE.intermediate)
+            down_scales = down_scale + expert.to(gl.int64) * HIDDEN
+        elif SHAPE.scales == "block":
+            gate_scales = gate_up_scale + expert.to(gl.int64) * (2 * SHAPE.scale_blocks * SHAPE.hidden_blocks)
+            down_scales = down_scale + expert.to(gl.int64) * (SHAPE.scale_blocks * SHAPE.hidden_blocks)
+        if SHAPE.shared > 0:
+            width = gl.where(shared != 0, SHAPE.shared, SHAPE.intermediate)
+            scale_blocks = gl.where(shared != 0, SHAPE.shared_scale_blocks, SHAPE.scale_blocks)
+            if SHAPE.scales != "none":
+                gate_scales = gl.where(shared != 0, shared_gate_up_scale, gate_scales)
+                down_scales = gl.where(shared != 0, shared_down_scale, down_scales)
+
+        # Gate and up, slice by slice. Scales are loaded a step ahead, as soon as the registers are free.
+        for i in gl.static_range(STEPS):
+            staged.index(i).store(_as_operand(values[i], OPERAND))
+        gate_scale, up_scale = _gate_up_scales(
+            gate_scales, neuron, slices, scale_blocks, 0, STEP, OF_TILE, SHAPE, TUNING
+        )
+        step = 0
+        for g in range(slices):
+            gates = gl.zeros([2, SLICE, COLUMNS], gl.float32, layout=PAIR)
+            ups = gl.zeros([2, SLICE, COLUMNS], gl.float32, layout=PAIR)
+            for _ in range(STEPS):
+                at = turn % STAGES
+                mbarrier.wait(full.index(at), turn // STAGES & 1)
+                pair = _reinterpret(ring.index(at), WORD, [2, 2, SLICE, STEP], GATE_UP_PAIR)
+                gate_rows = pair.index(0).load(LEFT)
+                up_rows = pair.index(1).load(LEFT)
+                mbarrier.arrive(empty.index(at), count=1)
+                operand = staged.index(step % STEPS).load(RIGHT)
+                gates = _multiply_gate_up(gate_rows, operand, gate_scale, gates, SHAPE)
+                ups = _multiply_gate_up(up_rows, operand, up_scale, ups, SHAPE)
+                step += 1
+                turn += 1
+                gate_scale, up_scale = _gate_up_scales(
+                    gate_scales, neuron, slices, scale_blocks, step, STEP, OF_TILE, SHAPE, TUNING
+                )
+            gate = gl.convert_layout(gl.sum(gates, 0), ACC)
+            up = gl.convert_layout(gl.sum(ups, 0), ACC)
+            if SHAPE.scales == "channel":
+                row = neuron + g * SLICE + gl.arange(0, SLICE, layout=BY_ROW)
+                gate *= gl.load(gate_scales + row)[:, None]
+                up *= gl.load(gate_scales + width + row)[:, None]
+            inner = ACTIVATION(gate, up)
+            # Brought to at most two, lest it overflow in 16 bit.
+            largest = gl.max(inner.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+            odd |= (largest >= _INFINITY).to(gl.int32)
+            unit = _power_of_two(largest)
+            inner *= (1 / unit)[None, :]
+            rounded = inner.to(OPERAND)
+            inners.index(g * TERMS).store(rounded)
+            if TERMS == 2:
+                # Rounding to 8 bits of mantissa would be most of the error: the rest is multiplied as well.
+                inners.index(g * TERMS + 1).store((inner - rounded.to(gl.float32)).to(OPERAND))
+            units.index(g).store(share * unit * (1 / _UNIT if FIXED else 1.0))
+
+        # Down: of two tiles of rows all slices, then their sum is added to that in memory.
+        summed = real & (odd == 0) if FIXED else real
+        row = gl.arange(0, ROWS, layout=BY_ROW)
+        outputs = sums + of_column[None, :] * HIDDEN + row[:, None]
+        peak = gl.zeros([16 * _WARPS, COLUMNS], gl.float32, layout=ACC)
+        scales = _down_scales(down_scales, neuron, scale_blocks, 0, 0, row, SHAPE, TUNING)
+        for step in range(HIDDEN // (2 * ROWS)):
+            nothing = gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC)
+            added = (nothing, nothing)
+            for g in range(slices):
+                of_slice = units.index(g).load(BY_COLUMN)
+                inner = ()
+                for term in gl.static_range(TERMS):
+                    inner += (inners.index(g * TERMS + term).load(gl.DotOperandLayout(1, ACC, K_WIDTH)),)
+                at = turn % STAGES
+                mbarrier.wait(full.index(at), turn // STAGES & 1)
+                of_stage = _reinterpret(ring.index(at), WORD, down.block_shape, DOWN_TILE)
+                rows = ()
+                for i in gl.static_range(2):
+                    rows += (of_stage.index(i).load(gl.DotOperandLayout(0, ACC, K_WIDTH)),)
+                mbarrier.arrive(empty.index(at), count=1)
+                turn += 1
+                more = ()
+                for i in gl.static_range(2):
+                    product = _multiply_down(rows[i], inner, of_slice, scales[i], SHAPE)
+                    if FIXED:
+                        peak = gl.maximum(peak, _peak(product, peak))
+                    more += (added[i] + product.to(added[i].dtype),)
+                added = more
+                last = g + 1 == slices
+                scales = _down_scales(
+                    down_scales, neuron, scale_blocks, gl.where(last, step + 1, step), gl.where(last, 0, g + 1), row,
+                    SHAPE, TUNING,
+                )  # fmt: skip
+            for i in gl.static_range(2):
+                gl.atomic_add(outputs + (2 * step + i) * ROWS, added[i], mask=summed[None, :], sem="relaxed")
+        if FIXED:
+            odd |= (gl.max(peak, 0) > _LARGEST_SHARE / _UNIT).to(gl.int32)
+            gl.atomic_max(broken + of_column, odd, mask=real & (odd != 0), sem="relaxed")
+        mask, tile = next_mask, next_tile
+    arriving = (places + length - 1) // length
+    return (arriving,)
+
+
 @gluon.jit(do_not_specialize=["tokens"])
 def moe_kernel(
     x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up, shared_gate_up_scale,
@@ -348,171 +578,56 @@ def moe_kernel(
     SHAPE: gl.constexpr, TUNING: gl.constexpr, TOKENS: gl.constexpr, FINISHERS: gl.constexpr, FIXED: gl.constexpr,
     GATED: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Grid: any number of programs. The shared expert's items come first, then those of visited experts."""
+    """Grid: any number of programs. The shared expert's part of the list comes first, then those of visited ones."""
     HIDDEN: gl.constexpr = SHAPE.hidden
-    SLICE: gl.constexpr = TUNING.slice
-    WARPS: gl.constexpr = TUNING.warps
-    GROUP: gl.constexpr = TUNING.group
     COLUMNS: gl.constexpr = TUNING.columns
     STAGES: gl.constexpr = TUNING.stages
     WORD: gl.constexpr = gate_up.dtype
     SIZE: gl.constexpr = WORD.primitive_bitwidth // 8
-    STEP: gl.constexpr = gate_up.block_shape[2]
-    ROWS: gl.constexpr = down.block_shape[0]
-    STEPS: gl.constexpr = HIDDEN // STEP
+    STEP: gl.constexpr = gate_up.block_shape[3]
     OPERAND: gl.constexpr = gl.float16 if SIZE == 1 else WORD
     TERMS: gl.constexpr = 2 if OPERAND.is_bf16() else 1
-    ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
-    K_WIDTH: gl.constexpr = 4 // SIZE
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, K_WIDTH)
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    BY_COLUMN: gl.constexpr = gl.SliceLayout(0, ACC)
     RING: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=_LINE, element_bitwidth=8 * SIZE, rank=2)
     INNER: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [0, 1])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    STAGED: gl.constexpr = gl.SwizzledSharedLayout(16 // SIZE, 1, 4 * SIZE, [1, 2, 0])
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
 
-    ring = gl.allocate_shared_memory(WORD, [2 * STAGES, 2 * SLICE, STEP], RING)
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    inners = gl.allocate_shared_memory(OPERAND, [GROUP * TERMS, SLICE, COLUMNS], INNER)
-    units = gl.allocate_shared_memory(gl.float32, [GROUP, COLUMNS], FLAT)
+    ring = gl.allocate_shared_memory(WORD, [STAGES, 4 * TUNING.slice, STEP], RING)
+    inners = gl.allocate_shared_memory(OPERAND, [TUNING.run * TERMS, TUNING.slice, COLUMNS], INNER)
+    units = gl.allocate_shared_memory(gl.float32, [TUNING.run, COLUMNS], FLAT)
+    staged = gl.allocate_shared_memory(OPERAND, [HIDDEN // (2 * STEP), 2, STEP, COLUMNS], STAGED)
+    runs = gl.allocate_shared_memory(gl.int32, [2, 4], FLAT)
+    posted = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(2):
+        mbarrier.init(posted.index(i), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)
-    wait_for_previous_kernel()
-    let_next_kernel_start()
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    (arriving,) = gl.warp_specialize(
+        [
+            (
+                _work,
+                (
+                    x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up_scale,
+                    shared_down_scale, sums, broken, tokens, x_stride, logits_stride, runs, ring, posted, full, empty,
+                    inners, units, staged, SHAPE, TUNING, TOKENS, FIXED, GATED, ACTIVATION,
+                ),
+            ),
+            (
+                _fetch,
+                (
+                    gate_up, down, shared_gate_up, shared_down, runs, ring, posted, full, empty, SHAPE, TUNING,
+                ),
+            ),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
 
-    masks, top, divisor = route(logits, correction, tokens, logits_stride, SHAPE, TOKENS, WARPS)
-    tiles, first_tile = tiles_of_experts(masks, COLUMNS)
-    shared_items = SHAPE.shared // (SLICE * GROUP) * ((tokens + COLUMNS - 1) // COLUMNS)
-    items = shared_items + gl.sum(tiles, 0) * (SHAPE.intermediate // (SLICE * GROUP))
-    weights = (gate_up, down, shared_gate_up, shared_down)
-    programs = gl.num_programs(0)
-    first = gl.program_id(0)
-    if first < items:
-        here, mask, part = _item(first, tokens, masks, tiles, first_tile, shared_items, SHAPE, TUNING)
-        for i in gl.static_range(STAGES - 1):
-            _request(2 * i, i, here, here, False, weights, ring, bars, SHAPE, TUNING)
-        turn = 0
-        for item in range(first, items, programs):
-            has_next = item + programs < items
-            shared, expert, neuron, _ = here
-            following, next_mask, next_part = _item(
-                item + programs, tokens, masks, tiles, first_tile, shared_items, SHAPE, TUNING
-            )
-            of_operand, has_operand = columns_of(mask, part, TOKENS, COLUMNS, gl.SliceLayout(0, RIGHT))
-            of_column, real = columns_of(mask, part, TOKENS, COLUMNS, BY_COLUMN)
-            share = gl.full([COLUMNS], 1.0, gl.float32, layout=BY_COLUMN)
-            if shared != 0:
-                if GATED:
-                    gate_logit = gl.load(
-                        logits + of_column * logits_stride + SHAPE.num_experts, mask=real, other=0.0
-                    ).to(gl.float32)
-                    share = 1 / (1 + gl.exp2(gate_logit * -_LOG2_E))
-            else:
-                share = shares_of(logits, expert, of_column, real, logits_stride, top, divisor, SHAPE)
-            odd = ((share.to(gl.int32, bitcast=True) & _INFINITY) == _INFINITY).to(gl.int32)
-            gate_scales, down_scales = gate_up_scale, down_scale
-            width = SHAPE.intermediate
-            scale_blocks = SHAPE.scale_blocks
-            if SHAPE.scales == "channel":
-                gate_scales = gate_up_scale + expert.to(gl.int64) * (2 * SHAPE.intermediate)
-                down_scales = down_scale + expert.to(gl.int64) * HIDDEN
-            elif SHAPE.scales == "block":
-                gate_scales = gate_up_scale + expert.to(gl.int64) * (2 * SHAPE.scale_blocks * SHAPE.hidden_blocks)
-                down_scales = down_scale + expert.to(gl.int64) * (SHAPE.scale_blocks * SHAPE.hidden_blocks)
-            if SHAPE.shared > 0:
-                width = gl.where(shared != 0, SHAPE.shared, SHAPE.intermediate)
-                scale_blocks = gl.where(shared != 0, SHAPE.shared_scale_blocks, SHAPE.scale_blocks)
-                if SHAPE.scales != "none":
-                    gate_scales = gl.where(shared != 0, shared_gate_up_scale, gate_scales)
-                    down_scales = gl.where(shared != 0, shared_down_scale, down_scales)
-
-            # Gate and up, slice by slice. What does not come through the ring is loaded as soon as the registers are
-            # free: nothing waits for it before the next step, not even to be moved.
-            k = gl.arange(0, STEP, layout=gl.SliceLayout(1, RIGHT))
-            sources = x + of_operand[None, :] * x_stride + k[:, None]
-            there = has_operand[None, :]
-            values = gl.load(sources, mask=there, other=0.0)
-            odd_values = gl.load(sources + STEP, mask=there, other=0.0)
-            gate_scale, up_scale = _gate_up_scales(gate_scales, neuron, scale_blocks, 0, STEP, SHAPE, TUNING)
-            odd_gate_scale, odd_up_scale = _gate_up_scales(gate_scales, neuron, scale_blocks, 1, STEP, SHAPE, TUNING)
-            step = 0
-            for g in range(GROUP):
-                gate = gl.zeros([SLICE, COLUMNS], gl.float32, layout=ACC)
-                up = gl.zeros([SLICE, COLUMNS], gl.float32, layout=ACC)
-                odd_gate, odd_up = gate, up
-                for _ in range(STEPS // 2):
-                    place = _take(step, turn, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
-                    gate, up = _multiply_gate_up(ring.index(place), values, gate_scale, up_scale, gate, up, SHAPE)
-                    odd_gate, odd_up = _multiply_gate_up(
-                        ring.index(place + 1), odd_values, odd_gate_scale, odd_up_scale, odd_gate, odd_up, SHAPE
-                    )
-                    step += 2
-                    turn += 1
-                    values = gl.load(sources + step % STEPS * STEP, mask=there, other=0.0)
-                    odd_values = gl.load(sources + (step + 1) % STEPS * STEP, mask=there, other=0.0)
-                    gate_scale, up_scale = _gate_up_scales(
-                        gate_scales, neuron, scale_blocks, step, STEP, SHAPE, TUNING
-                    )
-                    odd_gate_scale, odd_up_scale = _gate_up_scales(
-                        gate_scales, neuron, scale_blocks, step + 1, STEP, SHAPE, TUNING
-                    )
-                gate += odd_gate
-                up += odd_up
-                if SHAPE.scales == "channel":
-                    row = neuron + g * SLICE + gl.arange(0, SLICE, layout=BY_ROW)
-                    gate *= gl.load(gate_scales + row)[:, None]
-                    up *= gl.load(gate_scales + width + row)[:, None]
-                inner = ACTIVATION(gate, up)
-                # Brought to at most two, lest it overflow in 16 bit.
-                largest = gl.max(inner.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-                odd |= (largest >= _INFINITY).to(gl.int32)
-                unit = _power_of_two(largest)
-                inner *= (1 / unit)[None, :]
-                rounded = inner.to(OPERAND)
-                inners.index(g * TERMS).store(rounded)
-                if TERMS == 2:
-                    # Rounding to 8 bits of mantissa would be most of the error: the rest is multiplied as well.
-                    inners.index(g * TERMS + 1).store((inner - rounded.to(gl.float32)).to(OPERAND))
-                units.index(g).store(share * unit * (1 / _UNIT if FIXED else 1.0))
-
-            # Down, for all of them.
-            summed = real & (odd == 0) if FIXED else real
-            row = gl.arange(0, ROWS, layout=BY_ROW)
-            outputs = sums + of_column[None, :] * HIDDEN + row[:, None]
-            peak = gl.zeros([ROWS, COLUMNS], gl.float32, layout=ACC)
-            scale = _down_scales(down_scales, neuron, scale_blocks, 0, row, SHAPE, TUNING)
-            odd_scale = _down_scales(down_scales, neuron, scale_blocks, 1, row, SHAPE, TUNING)
-            at = 0
-            for start in range(0, HIDDEN, ROWS * (2 if GROUP == 1 else 1)):
-                added = gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC)
-                for _ in range(1 if GROUP == 1 else GROUP // 2):
-                    place = _take(step, turn, here, following, has_next, weights, ring, bars, SHAPE, TUNING)
-                    product = _multiply_down(ring.index(place), down, inners, units, at % GROUP, scale, ACC, SHAPE)
-                    odd_product = _multiply_down(
-                        ring.index(place + 1), down, inners, units, (at + 1) % GROUP, odd_scale, ACC, SHAPE
-                    )
-                    at += 2
-                    step += 2
-                    turn += 1
-                    scale = _down_scales(down_scales, neuron, scale_blocks, at, row, SHAPE, TUNING)
-                    odd_scale = _down_scales(down_scales, neuron, scale_blocks, at + 1, row, SHAPE, TUNING)
-                    if FIXED:
-                        peak = gl.maximum(peak, gl.maximum(gl.abs(product), gl.abs(odd_product)))
-                    added += product.to(added.dtype)
-                    if GROUP == 1:
-                        gl.atomic_add(outputs + start, added, mask=summed[None, :], sem="relaxed")
-                        added = odd_product.to(added.dtype)
-                    else:
-                        added += odd_product.to(added.dtype)
-                last = ROWS if GROUP == 1 else 0
-                gl.atomic_add(outputs + (start + last), added, mask=summed[None, :], sem="relaxed")
-            if FIXED:
-                odd |= (gl.max(peak, 0) > _LARGEST_SHARE / _UNIT).to(gl.int32)
-                gl.atomic_max(broken + of_column, odd, mask=real & (odd != 0), sem="relaxed")
-            here, mask, part = following, next_mask, next_part
-
-    arriving = gl.minimum(items, programs)
-    if first < arriving:
+    if gl.program_id(0) < arriving:
         finishers = gl.minimum(arriving, FINISHERS)
         # All warps have added before the counter says so; that also acquires what others have added.
         _barrier()
@@ -522,10 +637,13 @@ def moe_kernel(
                 while gl.atomic_add(counters, 0, sem="acquire") < arriving:
                     pass
             number = ticket - (arriving - finishers)
-            _finish(sums, broken, residual, out, tokens, factor, number, finishers, SHAPE, TUNING, FIXED)
+            _finish(sums, broken, residual, out, tokens, factor, number, finishers, SHAPE, FIXED)
             _barrier()
-            if gl.atomic_add(counters + 1, 1, sem="acq_rel") == finishers - 1:
-                LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+            left = 0
+            if FINISHERS > 1:
+                left = gl.atomic_add(counters + 1, 1, sem="acq_rel")
+            if left == finishers - 1:
+                LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
                 token = gl.arange(0, TOKENS, layout=LAYOUT)
                 gl.store(broken + token, gl.zeros([TOKENS], gl.int32, layout=LAYOUT))
                 gl.store(counters, 0)

@@ -7,58 +7,49 @@ from dataclasses import dataclass
 from subten.kernels.moe.plan import LaunchPlan, MoEShape, Sums, choose_finishers, most_items, power_of_two
 
 SLICE = 64
-"""Neurons that go through the kernel together: four warps with 16 rows of gate and of up each."""
+"""Neurons that go through the kernel together."""
 LINE = 128
 """Bytes of a row of a tile of gate or up: what one swizzle of the copy engine spans."""
-_SHARED_MEMORY = 226 << 10
-_BESIDE_RING = 4 << 10
-"""Shared memory of a program beside its tiles, for operands of the second product, reductions and barriers."""
-_FINISH_BYTES = 4096
-"""Of sums that one program turns into output in one round trip to the L2."""
-_GROUPED_ITEMS_PER_SM = 3.5
-"""Fewer, and the last wave of items costs more than the additions that grouping saves."""
-_MANY_LOGITS = 4096
-"""Of 32 tokens and 128 experts; their routing takes 5 us."""
+MOST_HIDDEN = 7168
+"""Eight tokens as wide, and two stages, are what fits in shared memory, with up to 512 experts."""
+WARPS = 8
+"""That multiply: four for each of a pair of tiles of gate and up, with 16 of the neurons."""
+REGISTERS = 65536 // (32 * (WARPS + 4)) // 8 * 8
+"""Of a thread when a program starts. The warp that fetches is counted as four, keeps few, and the others get them."""
+_SHARED_MEMORY = 227 << 10
+_BESIDE_L1 = 195 << 10
+"""With more, the L1, through which scales are read, shrinks from 60 KiB to 28."""
+_BESIDE = 1 << 10
+"""Barriers, smaller reductions, and what the driver has of a multiprocessor."""
+_LONGEST_RUN = 16
+_USUAL_RUN = 12
+"""Hardly any program has longer ones."""
+_MOST_STAGES = 6
+FINISH_BYTES = 32 << 10
+"""Of sums that one program turns into output in one round trip to the L2: 16 numbers for each of its threads."""
 
 
 @dataclass(frozen=True)
 class GluonMoETuning:
-    """How one program does its work.
+    """How a program, which has a multiprocessor to itself, does its work.
 
     Attributes:
-        slice: neurons of an expert that go through the kernel together, 16 for each warp: their rows of gate and up,
-            their columns of down. All that the bits of a result depend on.
-        group: slices of an expert that are one item: their outputs are added up before they leave the program.
-        columns: tokens of an expert that are one item; more of them are further items.
-        stages: pairs of tiles in shared memory, the one at work included.
-        per_sm: programs that share a multiprocessor.
+        slice: neurons of an expert that go through the kernel together: their rows of gate and up, their columns of
+            down. All that the bits of a result depend on.
+        columns: tokens of an expert that are multiplied together.
+        run: slices at most whose outputs are added up before they leave the program.
+        stages: pairs of tiles in shared memory, those at work included.
     """
 
     slice: int
-    group: int
     columns: int
+    run: int
     stages: int
-    per_sm: int
-
-    @property
-    def width(self) -> int:
-        """Neurons of an item."""
-        return self.slice * self.group
-
-    @property
-    def warps(self) -> int:
-        """Of a program."""
-        return self.slice // 16
 
     @property
     def stage_bytes(self) -> int:
         """Of two tiles: a line each of every row of gate and up."""
         return 4 * self.slice * LINE
-
-    @property
-    def registers(self) -> int:
-        """Of a thread at most."""
-        return min(255, 65536 // (32 * self.warps * self.per_sm) // 8 * 8)
 
 
 GluonMoEPlan = LaunchPlan[GluonMoETuning]
@@ -66,59 +57,63 @@ GluonMoEPlan = LaunchPlan[GluonMoETuning]
 
 def shape_refusal(hidden: int, intermediate: int, shared: int = 0) -> str | None:
     """Why the kernel does not serve experts of these sizes, or None."""
-    if hidden % 512 or hidden < 1024 or intermediate % SLICE or shared % SLICE:
+    if hidden % 512 or not 1024 <= hidden <= MOST_HIDDEN or intermediate % SLICE or shared % SLICE:
         return (
-            f"it takes a hidden size from 1024 on that is a multiple of 512 and experts of a multiple of {SLICE}, "
-            f"not {hidden} and {intermediate}" + f" with a shared one of {shared}" * bool(shared)
+            f"it takes a hidden size from 1024 to {MOST_HIDDEN} that is a multiple of 512 and experts of a multiple "
+            f"of {SLICE}, not {hidden} and {intermediate}" + f" with a shared one of {shared}" * bool(shared)
         )
     return None
 
 
+def longest_run(shape: MoEShape, columns: int, stages: int, memory: int = _SHARED_MEMORY) -> int:
+    """Slices that there is room for in shared memory between gate and up and down; 0 where there is none."""
+    terms = 2 if shape.scales == "none" else 1
+    tokens = 2 * shape.hidden * columns
+    # Between warps: sums of both halves of a pair for gate and up; before, of every expert its tokens as bits.
+    exchanged = 8 * max(SLICE * columns, WARPS * shape.padded_experts)
+    free = memory - _BESIDE - stages * 4 * SLICE * LINE - tokens - exchanged
+    return max(0, min(_LONGEST_RUN, free // (columns * (2 * terms * SLICE + 4))))
+
+
 def tile_columns(shape: MoEShape, tokens: int) -> int:
-    """For as many tokens as an expert can be expected to have, and half as many again."""
-    expected = -(-3 * tokens * shape.top_k // (2 * shape.num_experts))
-    return max(8, min(16, power_of_two(expected), power_of_two(tokens)))
+    """16 where an expert can be expected to have more than 8 tokens, and there is room for four stages beside them.
+    Of experts with 16 tokens on average, those with more than 8 are so many that two stages will do."""
+    expected = tokens * shape.top_k / shape.num_experts
+    stages = 4 if expected < 16 else 2
+    return 16 if tokens > 8 and expected > 5 and longest_run(shape, 16, stages) >= _USUAL_RUN else 8
 
 
-def tune_gluon_moe(shape: MoEShape, tokens: int, num_sms: int) -> GluonMoETuning:
-    """What was fastest on an H200, see docs/kernels/moe.md.
-
-    Slices are added up before they leave a program where the items that are left still balance: additions into the
-    sums are then half as many. Three programs on a multiprocessor hide each other's steps; two where there is not
-    even one item for each multiprocessor, so that the next tiles of the few are on their way, and where the routing,
-    which every program looks at, is as much as a wave of items.
-    """
+def tune_gluon_moe(shape: MoEShape, tokens: int) -> GluonMoETuning:
+    """What was fastest on an H200, see docs/kernels/moe.md: as many stages as there is room for beside the L1, or,
+    where these are fewer than three, without it."""
     columns = tile_columns(shape, tokens)
-    visited = expected_experts(shape, tokens) * shape.intermediate + shape.shared
-    grouped = _can_group(shape, 2 * SLICE) and visited / (2 * SLICE) >= _GROUPED_ITEMS_PER_SM * num_sms
-    few = visited / SLICE <= num_sms or tokens * shape.padded_experts >= _MANY_LOGITS
-    return GluonMoETuning(SLICE, 2 if grouped else 1, columns, *((3, 2) if few else (2, 3)))
-
-
-def expected_experts(shape: MoEShape, tokens: int) -> float:
-    """That so many tokens visit if all experts are alike."""
-    return shape.num_experts * (1 - (1 - shape.top_k / shape.num_experts) ** tokens)
+    return next(
+        GluonMoETuning(SLICE, columns, run, stages)
+        for memory, fewest, least in (
+            (_BESIDE_L1, 3, _USUAL_RUN),
+            (_SHARED_MEMORY, 2, _USUAL_RUN),
+            (_SHARED_MEMORY, 2, 1),
+        )
+        for stages in range(_MOST_STAGES, fewest - 1, -1)
+        if (run := longest_run(shape, columns, stages, memory)) >= least
+    )
 
 
 def plan_gluon_moe(
     shape: MoEShape, tokens: int, num_sms: int, sums: Sums = "fixed", tuning: GluonMoETuning | None = None
 ) -> GluonMoEPlan:
     """The plan for up to `tokens` tokens on a GPU of `num_sms` multiprocessors."""
-    tuning = tuning or tune_gluon_moe(shape, tokens, num_sms)
-    finishers = choose_finishers(shape, tokens, num_sms, sums, _FINISH_BYTES)
-    programs = min(most_items(shape, tokens, tuning.columns, tuning.width), tuning.per_sm * num_sms)
+    tuning = tuning or tune_gluon_moe(shape, tokens)
+    finishers = choose_finishers(shape, tokens, num_sms, sums, FINISH_BYTES)
+    programs = min(most_items(shape, tokens, tuning.columns, tuning.slice), num_sms)
     return GluonMoEPlan(tuning, padded_tokens(tokens), programs, finishers, sums)
 
 
 def padded_tokens(tokens: int) -> int:
     """Of tensors with a place for each: a power of two, at least one for each warp."""
-    return max(4, power_of_two(tokens))
+    return max(WARPS, power_of_two(tokens))
 
 
-def fits(tuning: GluonMoETuning) -> bool:
-    """Whether so many programs fit on a multiprocessor."""
-    return tuning.per_sm * (tuning.stages * tuning.stage_bytes + _BESIDE_RING) <= _SHARED_MEMORY
-
-
-def _can_group(shape: MoEShape, width: int) -> bool:
-    return shape.intermediate % width == 0 and shape.shared % width == 0
+def fits(shape: MoEShape, tuning: GluonMoETuning) -> bool:
+    """Whether there is enough shared memory."""
+    return 1 <= tuning.run <= longest_run(shape, tuning.columns, tuning.stages)

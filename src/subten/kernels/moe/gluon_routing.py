@@ -1,4 +1,4 @@
-"""Routing in the registers of every program: which tokens visit which expert, and what an item of work is."""
+"""Routing in the registers of every program: which tokens visit which expert, and whose a place is."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -115,21 +115,16 @@ def tiles_of_experts(masks, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def locate(item, masks, tiles, first_tile, UNITS: gl.constexpr, EXPERTS: gl.constexpr):
-    """Expert of an item, its tokens as bits, which of the expert's units it is, and for which tile of columns.
-
-    The items of one unit follow each other, so that the second one finds the weights in the L2. Beyond the last item
-    there is expert 0.
-    """
+def locate(place, masks, tiles, first_tile, SLICES: gl.constexpr, EXPERTS: gl.constexpr):
+    """Of a place in the list of work its expert, the expert's tokens as bits, how many tiles of columns they fill,
+    and the place at which the expert's part of the list begins. Beyond the end there is expert 0."""
     number = gl.arange(0, EXPERTS, layout=masks.type.layout)
-    tile = item // UNITS
+    tile = place // SLICES
     this = (first_tile <= tile) & (tile < first_tile + tiles)
     expert = gl.sum(gl.where(this, number, 0), 0)
     mask = gl.sum(gl.where(this, masks, 0), 0)
-    begin = gl.sum(gl.where(this, first_tile, 0), 0)
-    parts = gl.maximum(gl.sum(gl.where(this, tiles, 0), 0), 1)
-    offset = item - begin * UNITS
-    return expert, mask, offset // parts, offset % parts
+    begin = gl.sum(gl.where(this, first_tile, 0), 0) * SLICES
+    return expert, mask, gl.sum(gl.where(this, tiles, 0), 0), begin
 
 
 @gluon.jit

@@ -140,7 +140,7 @@ class LaunchPlan(Generic[Tuning]):
     Attributes:
         tuning: of a program.
         tokens: that a launch has room for, a power of two.
-        programs: that share the items; each takes every `programs`-th.
+        programs: that share the work.
         finishers: programs that turn sums into output: the last to arrive, which wait for each other.
         sums: see `Sums`.
     """

@@ -1,0 +1,48 @@
+"""How the work of a launch is shared out: a range of slices for each program, and the runs that it does at a time.
+
+The list of all work has a place for every slice of an expert and every tile of columns of its tokens. It is cut into
+ranges of the same length, one for each program. A program goes through its range in runs: slices of one expert, one
+behind the other, for one tile of columns. All slices of a run go through gate and up, and then through down
+together, so that their outputs are added up in the program before they are added to the sums in memory.
+
+Where an expert has several tiles, the list takes its slices in blocks as long as a range, and a block for each tile
+in turn. Programs next to each other then read the same weights at the same time, all but the first from the L2.
+
+Numbers in, numbers out: the tests call these functions as they stand, without a GPU.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+
+
+@gluon.jit
+def length_of_ranges(places, programs):
+    """Of every range but the last."""
+    return (places + programs - 1) // programs
+
+
+@gluon.jit
+def run_at(place, end, block, tiles, slices, LONGEST):
+    """The run that begins at a place of an expert's part of the list: its first slice, its tile of columns, and how
+    many slices it has.
+
+    Args:
+        place: in the part of the expert, from 0 on.
+        end: of the range, likewise; beyond the part where the range goes on with another expert.
+        block: length of the ranges.
+        tiles: of columns of the expert's tokens.
+        slices: of the expert.
+        LONGEST: run that there is room for. What is longer is cut evenly.
+    """
+    block = block if tiles > 1 else slices
+    number = place // (block * tiles)
+    width = min(block, slices - number * block)
+    place_in_block = place - number * block * tiles
+    tile = place_in_block // width
+    first = place_in_block - tile * width
+    left = min(width - first, end - place)
+    runs = (left + LONGEST - 1) // LONGEST
+    return number * block + first, tile, (left + runs - 1) // runs
