@@ -180,6 +180,7 @@ def _profiles(measured: Measured) -> str:
             for kernel in profile["kernels"][:_BY_KERNEL]
         ]
         title = f"{_named(row)}: {profile['us']:.0f} us in {profile['launches']:.0f} launches"
+        title += f" (source {row['profile_source']})"
         parts += [title, _table(["kernel", "us", "launches", "share"], lines, names=1)]
     return "\n\n".join(parts)
 

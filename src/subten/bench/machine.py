@@ -104,7 +104,7 @@ def describe(device: torch.device, commit: str | None = None) -> Machine:
         num_sms=properties.multi_processor_count,
         l2_bytes=properties.L2_cache_size,
         memory_bytes=properties.total_memory,
-        driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        driver=_output("nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"),
         cuda=torch.version.cuda,
         cudnn=torch.backends.cudnn.version(),
         torch=torch.__version__,

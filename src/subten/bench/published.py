@@ -59,7 +59,7 @@ class Published:
         """
         if not folder.is_dir():
             raise StorageError(f"there is no folder {folder}; name the one with the result files")
-        latency = [_content(path) for path in sorted(folder.glob(_LATENCY))]
+        latency = [_with_sources(*_content(path)) for path in sorted(folder.glob(_LATENCY))]
         itl = [_content(path) for path in sorted(folder.glob(_ITL))]
         moe = [_content(path) for path in sorted(folder.glob(_MOE))]
         linear = [_content(path) for path in sorted(folder.glob(_LINEAR))]
@@ -112,7 +112,14 @@ def _content(path: Path) -> tuple[str, Mapping[str, Any]]:
 def _with_profile(before: Row, row: Row) -> Row:
     """The newer row, but times that were taken without the profiler; and a profile, if either has one."""
     newest = before if row["profile"] and not before["profile"] else row
-    return {**newest, "profile": row["profile"] or before["profile"]}
+    profiled = row if row["profile"] else before
+    return {**newest, **{key: profiled[key] for key in ("profile", "profile_source")}}
+
+
+def _with_sources(name: str, content: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Of every profile, as its step may have been timed in another run."""
+    commit = content["machine"]["commit"]
+    return name, {**content, "latency": [{**row, "profile_source": commit} for row in content["latency"]]}
 
 
 def _merged(
