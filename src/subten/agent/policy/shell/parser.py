@@ -39,10 +39,13 @@ from subten.agent.policy.shell.tree import (
 MAX_DEPTH = 40
 
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9_@%+:,./^-]+(?=[ \t\n;&|<>()])")
+_PLAIN_ARGUMENT = re.compile(r"[A-Za-z_@%+:,./^-][A-Za-z0-9_@%+:,./^-]*(?<!@)(?=[ \t\n;&|<>)])")
+"""A plain word in a simple command that is neither the number of a redirection nor the name of a function."""
 _UNQUOTED = re.compile(r"[^ \t\n;&|<>()'\"\\$`]+")
 _DOUBLE_QUOTED = re.compile(r'[^"\\$`]+')
 _HEREDOC_TEXT = re.compile(r"[^\\$`]+")
 _BLANKS = re.compile(r"(?:[ \t]|\\\n)+")
+_BLANK_BEGINS = frozenset(" \t\\#")
 _RESERVED = re.compile(r"(?:[a-z]+|[{}!]|\[\[)(?=[ \t\n;&|<>()]|$)")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[|\+?=)")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -171,7 +174,12 @@ class Parser:
         return False
 
     def _skip_blanks(self) -> None:
-        if self.position < len(self.text) and self.text[self.position] not in " \t\\#":
+        following = self.text[self.position : self.position + 2]
+        if following[:1] not in _BLANK_BEGINS:
+            return
+        if following[0] == " " and following[1:] not in _BLANK_BEGINS:
+            # One blank, as nearly always.
+            self.position += 1
             return
         match = _BLANKS.match(self.text, self.position)
         if match:
@@ -569,6 +577,16 @@ class Parser:
             self._heads.append((assignments, words, redirects, start))
         while True:
             self._skip_blanks()
+            match = _PLAIN_ARGUMENT.match(self.text, self.position)
+            if match:
+                # What most words are: no redirection, no assignment, nothing to be read inside of it.
+                if not words:
+                    self.starts.append(self.position)
+                start_of_word, self.position = match.span()
+                end = self.position
+                text = Text(match.group(), False)
+                words.append(Word((text,), self._at(start_of_word), self._at(end)))
+                continue
             character = self._peek()
             if not character or character in "\n;|)":
                 break
