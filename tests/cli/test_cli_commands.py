@@ -311,4 +311,5 @@ def test_verbose_tells_which_kernels_were_chosen(subten: Run) -> None:
     quiet, verbose = subten("info"), subten("--verbose", "info")
     assert quiet.err == ""
     assert "INFO: cached_attention on cpu: torch" in verbose.err
-    assert verbose.out == quiet.out
+    free = re.compile(r"[\d.]+ GiB free")  # of the machine, which others use
+    assert free.sub("", verbose.out) == free.sub("", quiet.out)
