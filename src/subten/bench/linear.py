@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subten.bench.checks import ALLOWED_16_BIT, ALLOWED_FP8, attempt, require
+from subten.bench.comparing import compared
 from subten.bench.linear_cases import Layer, LinearCase, LinearInputs, build_inputs, empty_weights, random_weights
 from subten.bench.linear_report import LinearRow
 from subten.bench.machine import Machine
@@ -184,8 +185,6 @@ def make_row(
     machine: Machine,
 ) -> LinearRow:
     """A measurement with everything that follows from it."""
-    us, floor = None if timing is None else timing.us, nbytes / machine.read_tb_per_s / 1e6
-    peer = min(peers, key=lambda name: peers[name]) if peers else None
     return LinearRow(
         layer=case.layer.name,
         outputs=case.layer.outputs,
@@ -193,18 +192,9 @@ def make_row(
         tokens=case.tokens,
         weights=case.weights,
         kernel=kernel,
-        us=us,
-        us_p10=None if timing is None else timing.us_p10,
-        us_p90=None if timing is None else timing.us_p90,
-        bytes=nbytes,
-        floor_us=floor,
-        share=None if us is None else floor / us,
         error=error,
-        peer=peer,
-        peer_us=None if peer is None else peers[peer],
-        ratio=None if us is None or peer is None else peers[peer] / us,
-        peers=dict(peers),
         note=note,
+        **compared(timing, nbytes, peers, machine),
     )
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subten.bench.checks import ALLOWED_FP8, attempt, require
+from subten.bench.comparing import compared
 from subten.bench.machine import Machine, first_line
 from subten.bench.moe_cases import (
     DEMO,
@@ -221,9 +222,6 @@ def make_row(
     machine: Machine,
 ) -> MoERow:
     """A measurement with everything that follows from it."""
-    us, nbytes = None if timing is None else timing.us, problem.nbytes
-    floor = nbytes / machine.read_tb_per_s / 1e6
-    peer = min(peers, key=lambda name: peers[name]) if peers else None
     return MoERow(
         shape=case.shape,
         tokens=case.tokens,
@@ -232,18 +230,9 @@ def make_row(
         activations=variant.activations,
         sums=variant.sums,
         distinct_experts=problem.distinct_experts,
-        us=us,
-        us_p10=None if timing is None else timing.us_p10,
-        us_p90=None if timing is None else timing.us_p90,
-        bytes=nbytes,
-        floor_us=floor,
-        share=None if us is None else floor / us,
         error=error,
-        peer=peer,
-        peer_us=None if peer is None else peers[peer],
-        ratio=None if us is None or peer is None else peers[peer] / us,
-        peers=dict(peers),
         note=note,
+        **compared(timing, problem.nbytes, peers, machine),
     )
 
 

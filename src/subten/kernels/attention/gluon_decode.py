@@ -34,10 +34,10 @@ from subten.kernels.attention.device_cache import PagedLayers
 from subten.kernels.attention.gluon_codes import ask_for_pages, attend_codes
 from subten.kernels.attention.gluon_parts import reduce_parts
 from subten.kernels.attention.gluon_plan import GluonPlan, GluonShape, plan_gluon, why_not_gluon
-from subten.kernels.attention.gluon_ptx import let_next_kernel_start, wait_for_previous_kernel
 from subten.kernels.attention.gluon_window import ask_for_window, attend_window
 from subten.kernels.attention.inputs import AttentionInputs
 from subten.kernels.attention.triton_append import DecodeQuery
+from subten.kernels.gluon_overlap import let_next_kernel_start, wait_for_previous_kernel
 
 _BYTES_PER_UNIT = 16
 """Pages are so many bytes apart, times the stride that the kernel is given: it fits an int32."""

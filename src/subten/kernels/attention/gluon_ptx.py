@@ -121,20 +121,6 @@ def prefetch(address, SIZE: gl.constexpr):
     )
 
 
-@gluon.jit
-def wait_for_previous_kernel():
-    """Until all that the kernels before this one have written can be read."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def let_next_kernel_start():
-    """Its programs may begin, up to where they wait for this one's results, where there is room."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
 _RAISE = gl.constexpr("""{
 .reg .pred p; .reg .f32 t, u;
 sub.f32 t, $2, $3; setp.gt.f32 p, t, 0f40800000;

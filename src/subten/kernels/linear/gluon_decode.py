@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from subten.kernels.attention.gluon_ptx import let_next_kernel_start, wait_for_previous_kernel
+from subten.kernels.gluon_overlap import let_next_kernel_start, wait_for_previous_kernel
 from subten.kernels.linear import triton_decode
 from subten.kernels.linear.inputs import LinearWeights, NormWeights
 from subten.kernels.linear.plan import LinearTuning

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from subten.kernels.attention.gluon_ptx import let_next_kernel_start, wait_for_previous_kernel
+from subten.kernels.gluon_overlap import let_next_kernel_start, wait_for_previous_kernel
 from subten.kernels.moe import triton_decode
 from subten.kernels.moe.gluon_plan import FINISH_BYTES, LINE, REGISTERS, WARPS, GluonMoEPlan, plan_gluon_moe
 from subten.kernels.moe.gluon_routing import columns_of, locate, route, shares_of, tiles_of_experts
