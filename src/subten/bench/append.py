@@ -8,12 +8,11 @@ from functools import partial
 import torch
 
 from subten.bench.caches import BenchCache, NewTokens, build_cache, random_calibration
-from subten.bench.checks import relative_error
-from subten.bench.machine import first_line, require_sound_device
+from subten.bench.checks import attempt, relative_error
 from subten.bench.report import AppendRow
 from subten.bench.shapes import Shape
 from subten.bench.timing import REPLAYS, Call, Timer, time_calls
-from subten.errors import NumericalError, SubtenError
+from subten.errors import NumericalError
 from subten.formats import PAGE_SIZE, KVFormat, PageLayout
 from subten.formats.codec import decode_keys, decode_values, reconstruct_keys, reconstruct_values, through_records
 from subten.kernels.norm import rms_norm_reference
@@ -38,17 +37,16 @@ def measure_append(
 ) -> AppendRow:
     """Check and time `append_decode` and `encode_leaving` at one batch."""
     layout = PageLayout(fmt, shape.head_dim)
-    try:
+
+    def measure() -> tuple[float, float, float]:
         calibration = random_calibration(fmt, shape, _CONTEXT + PAGE_SIZE, device)
         cache = build_cache(layout, shape.kv_heads, [_CONTEXT] * shape.batch, LAYERS, calibration)
         appends, encode, error = checked_calls(cache, NewTokens.random(shape, device))
-        append_us, encode_us = timer(appends, replays).us, timer([encode], replays).us
-        return _row(fmt, shape, append_us, encode_us, error, None)
-    except SubtenError as refusal:
-        return _row(fmt, shape, None, None, None, str(refusal))
-    except Exception as failure:  # whatever a compiler or a driver raises: the other rows are still wanted
-        require_sound_device(failure)
-        return _row(fmt, shape, None, None, None, f"{type(failure).__name__}: {first_line(failure)}")
+        return timer(appends, replays).us, timer([encode], replays).us, error
+
+    found, reason = attempt(measure)
+    append_us, encode_us, error = found or (None, None, None)
+    return _row(fmt, shape, append_us, encode_us, error, reason)
 
 
 def _row(

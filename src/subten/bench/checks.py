@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
 from subten.bench.machine import first_line, require_sound_device
-from subten.bench.timing import Timing
 from subten.errors import NumericalError, SubtenError
+
+_T = TypeVar("_T")
 
 ALLOWED = 2e-3
 """Relative error of an attention kernel over the cache, its result in fp16."""
@@ -37,16 +39,16 @@ def require(pairs: Sequence[tuple[Tensor, Tensor]], allowed: float) -> float:
     return max(errors)
 
 
-def attempt(measure: Callable[[], tuple[Timing, float]]) -> tuple[Timing | None, float | None, str | None]:
-    """Time and error, or the reason why there is none.
+def attempt(measure: Callable[[], _T]) -> tuple[_T | None, str | None]:
+    """What was measured, or the reason why there is none.
 
     Raises:
         KernelUnavailableError: the device does not work any more.
     """
     try:
-        return *measure(), None
+        return measure(), None
     except SubtenError as refusal:
-        return None, None, str(refusal)
+        return None, str(refusal)
     except Exception as failure:  # whatever a compiler or a driver raises: the other rows are still wanted
         require_sound_device(failure)
-        return None, None, f"{type(failure).__name__}: {first_line(failure)}"
+        return None, f"{type(failure).__name__}: {first_line(failure)}"

@@ -6,19 +6,17 @@ many there are. The cache is one page, which all sequences say they consist of.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from multiprocessing import get_context
+from functools import lru_cache, partial
 
 import torch
 
 from subten.bench import model_shapes
 from subten.bench.decoding import CacheKind
 from subten.bench.latency_cases import LatencyCase, MoE, with_moe
+from subten.bench.processes import in_processes
 from subten.bench.random_model import ExpertScales, random_model, random_model_calibration
 from subten.engine.decode_rows import DecodeWork, Draw
 from subten.engine.loading import LoadedModel, choose_dtype
@@ -28,7 +26,6 @@ from subten.kernels.select import Use, select_attention
 from subten.kvcache import AppendPlan, CopyPlan
 
 _LAYERS = 2
-_MAX_PROCESSES = 15
 
 
 @dataclass(frozen=True)
@@ -49,14 +46,8 @@ class AheadTask:
 
 
 def compile_steps_ahead(tasks: Sequence[AheadTask], seconds: float | None) -> str:
-    """As many as are done in so many seconds; what came of it, as a line for people. Failures are not told here: the
-    measurement meets them again."""
-    processes = max(1, min(len(tasks), os.cpu_count() or 1, _MAX_PROCESSES))
-    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
-    jobs = [pool.submit(take_step, task) for task in tasks]
-    done, _ = wait(jobs, seconds)
-    pool.shutdown(cancel_futures=True)
-    return f"compiled ahead for {len(done)} of {len(tasks)} steps in {processes} processes"
+    """As many as are done in so many seconds; see `in_processes`."""
+    return in_processes([partial(take_step, task) for task in tasks], seconds, "steps")
 
 
 def take_step(task: AheadTask, device: torch.device | None = None) -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from subten.bench.machine import Machine
 from subten.bench.shapes import context_name
+from subten.bench.terminal import number
 
 
 @dataclass(frozen=True)
@@ -204,18 +205,18 @@ def latency_line(row: LatencyRow, seconds: float) -> str:
     if row.p50_ms is None:
         return f"{head} no figure: {row.note}"
     return (
-        f"{head} p50 {row.p50_ms:7.3f} ms  p99 {_number(row.p99_ms, '7.3f')} ({_number(row.p99_over_p50, '.3f')})"
-        f"  device {_number(row.device_ms, '.3f')}  host {_number(row.host_ms, '.3f')}"
-        f"  roofline {_number(row.roofline_ms, '.3f')} ({_number(row.share, '.0%')})"
-        f"  cache {_number(row.cache_gb, '.2f')} GB  {_number(row.bits, '.2f')} bits"
+        f"{head} p50 {row.p50_ms:7.3f} ms  p99 {number(row.p99_ms, '7.3f')} ({number(row.p99_over_p50, '.3f')})"
+        f"  device {number(row.device_ms, '.3f')}  host {number(row.host_ms, '.3f')}"
+        f"  roofline {number(row.roofline_ms, '.3f')} ({number(row.share, '.0%')})"
+        f"  cache {number(row.cache_gb, '.2f')} GB  {number(row.bits, '.2f')} bits"
     ) + (f"  ({row.note})" if row.note else "")
 
 
 def largest_line(row: LargestRow, seconds: float) -> str:
     """Likewise."""
     head = f"[{seconds:4.0f} s] {row.shape:>13} largest at {context_name(row.context)} {row.kv:<5} {row.moe:<7}"
-    found = "none" if row.batch is None else f"batch {row.batch}, p99 {_number(row.p99_ms, '.2f')} ms"
-    beyond = "" if row.next_batch is None else f"; {row.next_batch} takes {_number(row.next_p99_ms, '.2f')} ms"
+    found = "none" if row.batch is None else f"batch {row.batch}, p99 {number(row.p99_ms, '.2f')} ms"
+    beyond = "" if row.next_batch is None else f"; {row.next_batch} takes {number(row.next_p99_ms, '.2f')} ms"
     return f"{head} {found}{beyond}" + (f" ({row.note})" if row.note else "")
 
 
@@ -254,16 +255,16 @@ def latency_table(rows: Sequence[LatencyRow], machine: Machine) -> Table:
             row.moe,
             context_name(row.context),
             str(row.batch),
-            _number(row.p50_ms, ".3f"),
-            _number(row.p99_ms, ".3f"),
-            _number(row.p99_over_p50, ".3f"),
-            _number(row.device_ms, ".3f"),
-            _number(row.host_ms, ".3f"),
-            _number(row.roofline_ms, ".3f"),
-            _number(row.share, ".0%"),
-            _number(row.tokens_per_s, ".0f"),
-            _number(row.cache_gb, ".2f"),
-            _number(row.bits, ".2f"),
+            number(row.p50_ms, ".3f"),
+            number(row.p99_ms, ".3f"),
+            number(row.p99_over_p50, ".3f"),
+            number(row.device_ms, ".3f"),
+            number(row.host_ms, ".3f"),
+            number(row.roofline_ms, ".3f"),
+            number(row.share, ".0%"),
+            number(row.tokens_per_s, ".0f"),
+            number(row.cache_gb, ".2f"),
+            number(row.bits, ".2f"),
         )
     return table
 
@@ -275,7 +276,3 @@ def profile_lines(row: LatencyRow) -> list[str]:
     found = row.profile
     lines = [f"       a step as {found.of}: {found.us:.0f} us in {found.launches:.0f} launches"]
     return lines + [f"       {k.us:9.1f} us {k.launches:6.0f} x  {k.name[:100]}" for k in found.kernels]
-
-
-def _number(x: float | None, spec: str) -> str:
-    return "-" if x is None else f"{x:{spec}}"

@@ -69,7 +69,8 @@ class LinearBench:
         exact = reference(copies[0])
         times, reasons = self._measure_peers(copies, exact.product)
         for kernel in kernels:
-            timing, error, reason = attempt(partial(self._measure, case, kernel, copies, exact))
+            found, reason = attempt(partial(self._measure, case, kernel, copies, exact))
+            timing, error = found or (None, None)
             notes = [*([reason] if reason else []), *reasons]
             yield make_row(
                 case, kernel, copies[0].nbytes, timing, error, times, "; ".join(notes) or None, self.machine
@@ -114,9 +115,9 @@ class LinearBench:
                 error = require([(result, product)], allowed)
                 return self.timer(calls, self.replays), error
 
-            timing, _, reason = attempt(measure)
-            if timing is not None:
-                times[name] = timing.us
+            found, reason = attempt(measure)
+            if found is not None:
+                times[name] = found[0].us
             else:
                 reasons.append(f"{name}: {reason}")
         return times, reasons

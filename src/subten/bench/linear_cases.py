@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from subten.bench.model_shapes import SHAPES
+from subten.bench.terminal import token_counts
 from subten.bench.timing import copies_past
 from subten.errors import ParameterError
 from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH
@@ -139,21 +140,13 @@ def choose_cases(sizes: Sequence[str], tokens: Sequence[str], weights: Sequence[
     unknown = [name for name in weights if name not in WEIGHTS]
     if unknown:
         raise ParameterError(f"--weights has '{unknown[0]}'; it takes {', '.join(WEIGHTS)}, separated by commas")
-    bad = [
-        text
-        for text in tokens
-        if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MOST_TOKENS_OF_A_LAUNCH
-    ]
-    if bad:
-        raise ParameterError(
-            f"--tokens has '{bad[0]}'; it takes numbers from 1 to {MOST_TOKENS_OF_A_LAUNCH}, separated by commas"
-        )
+    counts = token_counts("--tokens", tokens, MOST_TOKENS_OF_A_LAUNCH)
     layers = [parse_layer(size) for size in sizes] or [layer for name in MODELS for layer in layers_of(SHAPES[name])]
     cases = [
         LinearCase(layer, count, "bf16" if layer.always_16_bit else kind)
         for layer in layers
         for kind in weights or WEIGHTS
-        for count in [int(text) for text in tokens] or TOKENS
+        for count in counts or TOKENS
     ]
     return tuple(dict.fromkeys(cases))
 

@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from subten.bench.machine import Machine
+from subten.bench.terminal import number
 
 KERNELS = ("gluon", "triton")
 """In order of preference, as they are chosen where they serve."""
@@ -78,7 +79,7 @@ def linear_line(row: LinearRow, seconds: float) -> str:
         return f"{head} no figure: {row.note}"
     figures = (
         f"{row.us:8.2f} us  floor {row.floor_us:7.2f} ({row.share or 0:4.0%})  {row.peer or 'no peer'} "
-        f"{_number(row.peer_us, '.2f')}  ratio {_number(row.ratio, '.2f')}  error {_number(row.error, '.1e')}"
+        f"{number(row.peer_us, '.2f')}  ratio {number(row.ratio, '.2f')}  error {number(row.error, '.1e')}"
     )
     return f"{head} {figures}" + (f"  ({row.note})" if row.note else "")
 
@@ -105,16 +106,12 @@ def linear_table(rows: Sequence[LinearRow], machine: Machine) -> Table:
             row.weights,
             row.kernel,
             str(row.tokens),
-            _number(row.us, ".2f"),
+            number(row.us, ".2f"),
             f"{row.floor_us:.2f}",
-            _number(row.share, ".0%"),
-            _number(row.peer_us, ".2f"),
-            _number(row.ratio, ".2f"),
-            _number(row.error, ".1e"),
+            number(row.share, ".0%"),
+            number(row.peer_us, ".2f"),
+            number(row.ratio, ".2f"),
+            number(row.error, ".1e"),
             row.peer or "-",
         )
     return table
-
-
-def _number(x: float | None, spec: str) -> str:
-    return "-" if x is None else f"{x:{spec}}"

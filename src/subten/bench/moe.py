@@ -126,7 +126,8 @@ class MoEBench:
         exact = reference(problem.layers[0], problem.x[0], problem.logits[0])
         times, reasons = self._measure_peers(case, problem, exact)
         for variant in wanted:
-            timing, error, reason = attempt(partial(self._measure, case, variant, problem, exact))
+            found, reason = attempt(partial(self._measure, case, variant, problem, exact))
+            timing, error = found or (None, None)
             notes = [*([reason] if reason else []), *reasons]
             yield make_row(case, variant, problem, timing, error, times, "; ".join(notes) or None, self.machine)
 
@@ -181,9 +182,9 @@ class MoEBench:
                 assert isinstance(result, Tensor)
                 return self.timer(calls, self.replays), require([(result, exact)], ALLOWED_FP8)
 
-            timing, _, reason = attempt(measure)
-            if timing is not None:
-                times[name] = timing.us
+            found, reason = attempt(measure)
+            if found is not None:
+                times[name] = found[0].us
             else:
                 reasons.append(f"{name}: {reason}")
         return times, reasons

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from subten.bench.model_shapes import SHAPES
+from subten.bench.terminal import token_counts
 from subten.bench.timing import copies_past
 from subten.errors import ParameterError
 from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH
@@ -98,16 +99,7 @@ def choose_cases(shapes: Sequence[str], tokens: Sequence[str], weights: Sequence
         unknown = [name for name in given if name not in known]
         if unknown:
             raise ParameterError(f"{option} has '{unknown[0]}'; it takes {', '.join(known)}, separated by commas")
-    bad = [
-        text
-        for text in tokens
-        if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MOST_TOKENS_OF_A_LAUNCH
-    ]
-    if bad:
-        raise ParameterError(
-            f"--tokens has '{bad[0]}'; it takes numbers from 1 to {MOST_TOKENS_OF_A_LAUNCH}, separated by commas"
-        )
-    counts = [int(text) for text in tokens] or TOKENS
+    counts = token_counts("--tokens", tokens, MOST_TOKENS_OF_A_LAUNCH) or TOKENS
     cases = product(shapes or NAMES, weights or ["block"], counts)
     # The demo model is measured as it is served.
     return tuple(dict.fromkeys(MoECase(shape, n, "bf16" if shape == DEMO else kind) for shape, kind, n in cases))

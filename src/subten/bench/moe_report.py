@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from subten.bench.machine import Machine
+from subten.bench.terminal import number
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ def moe_line(row: MoERow, seconds: float) -> str:
         return f"{head} no figure: {row.note}"
     figures = (
         f"{row.us:8.1f} us  floor {row.floor_us:7.1f} ({row.share or 0:4.0%})  experts {row.distinct_experts:5.1f}"
-        f"  {row.peer or 'no peer'} {_number(row.peer_us, '.1f')}  ratio {_number(row.ratio, '.2f')}"
-        f"  error {_number(row.error, '.1e')}"
+        f"  {row.peer or 'no peer'} {number(row.peer_us, '.1f')}  ratio {number(row.ratio, '.2f')}"
+        f"  error {number(row.error, '.1e')}"
     )
     return f"{head} {figures}" + (f"  ({row.note})" if row.note else "")
 
@@ -105,16 +106,12 @@ def moe_table(rows: Sequence[MoERow], machine: Machine) -> Table:
             row.sums,
             str(row.tokens),
             f"{row.distinct_experts:.1f}",
-            _number(row.us, ".1f"),
+            number(row.us, ".1f"),
             f"{row.floor_us:.1f}",
-            _number(row.share, ".0%"),
-            _number(row.peer_us, ".1f"),
-            _number(row.ratio, ".2f"),
-            _number(row.error, ".1e"),
+            number(row.share, ".0%"),
+            number(row.peer_us, ".1f"),
+            number(row.ratio, ".2f"),
+            number(row.error, ".1e"),
             row.peer or "-",
         )
     return table
-
-
-def _number(x: float | None, spec: str) -> str:
-    return "-" if x is None else f"{x:{spec}}"

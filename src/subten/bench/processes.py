@@ -11,7 +11,9 @@ from os import cpu_count
 _MAX_PROCESSES = 15
 
 
-def in_processes(launches: Sequence[Callable[[], object]], seconds: float | None = None) -> str:
+def in_processes(
+    launches: Sequence[Callable[[], object]], seconds: float | None = None, what: str = "launches"
+) -> str:
     """Call as many of them as are done in so many seconds; what came of it, as a line for people. Failures are not
     told here: the measurement meets them again."""
     processes = max(1, min(len(launches), cpu_count() or 1, _MAX_PROCESSES))
@@ -19,4 +21,4 @@ def in_processes(launches: Sequence[Callable[[], object]], seconds: float | None
     jobs = [pool.submit(launch) for launch in launches]
     done, _ = wait(jobs, seconds)
     pool.shutdown(cancel_futures=True)
-    return f"compiled ahead for {len(done)} of {len(launches)} launches in {processes} processes"
+    return f"compiled ahead for {len(done)} of {len(launches)} {what} in {processes} processes"

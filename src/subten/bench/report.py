@@ -15,6 +15,7 @@ from rich.table import Table
 
 from subten.bench.machine import Machine
 from subten.bench.shapes import Case, Shape, context_name
+from subten.bench.terminal import number
 from subten.errors import StorageError
 
 _NONE = "-"
@@ -207,10 +208,10 @@ def row_line(row: AttentionRow, seconds: float) -> str:
     if row.us is None:
         return f"{head} no figure: {row.note}"
     figures = (
-        f"{row.us:8.1f} us  16 bit {_number(row.baseline_us, '8.1f')}  ratio {_number(row.ratio, '5.2f')}"
-        f"  fa3 {_number(row.fa3_us, '7.1f')}  fp8 {_number(row.fa3_fp8_us, '7.1f')}"
-        f"  {_number(row.tb_per_s, '5.2f')} TB/s  {_number(row.read_share, '4.0%')}"
-        f"  error {_number(row.error, '.1e')}"
+        f"{row.us:8.1f} us  16 bit {number(row.baseline_us, '8.1f')}  ratio {number(row.ratio, '5.2f')}"
+        f"  fa3 {number(row.fa3_us, '7.1f')}  fp8 {number(row.fa3_fp8_us, '7.1f')}"
+        f"  {number(row.tb_per_s, '5.2f')} TB/s  {number(row.read_share, '4.0%')}"
+        f"  error {number(row.error, '.1e')}"
     )
     return f"{head} {figures}" + (f"  ({row.note})" if row.note else "")
 
@@ -221,8 +222,8 @@ def append_line(row: AppendRow, seconds: float) -> str:
     if row.us is None:
         return f"{head} no figure: {row.note}"
     return (
-        f"{head} {row.us:.2f} us per layer (append {_number(row.append_us, '.2f')}, "
-        f"codes of {row.layers} layers {_number(row.encode_us, '.1f')}), error {_number(row.error, '.1e')}"
+        f"{head} {row.us:.2f} us per layer (append {number(row.append_us, '.2f')}, "
+        f"codes of {row.layers} layers {number(row.encode_us, '.1f')}), error {number(row.error, '.1e')}"
     )
 
 
@@ -240,14 +241,14 @@ def attention_table(rows: Sequence[AttentionRow], machine: Machine) -> Table:
             str(row.case.shape),
             context_name(row.context),
             _name(row),
-            _number(row.us, ".1f"),
-            _number(row.baseline_us, ".1f"),
-            _number(row.ratio, ".2f"),
-            _number(row.fa3_us, ".1f"),
-            _number(row.fa3_fp8_us, ".1f"),
-            _number(row.tb_per_s, ".2f"),
-            _number(row.read_share, ".0%"),
-            _number(row.error, ".1e"),
+            number(row.us, ".1f"),
+            number(row.baseline_us, ".1f"),
+            number(row.ratio, ".2f"),
+            number(row.fa3_us, ".1f"),
+            number(row.fa3_fp8_us, ".1f"),
+            number(row.tb_per_s, ".2f"),
+            number(row.read_share, ".0%"),
+            number(row.error, ".1e"),
         )
     return table
 
@@ -279,11 +280,11 @@ def append_table(rows: Sequence[AppendRow]) -> Table:
         table.add_row(
             str(row.batch),
             row.format,
-            _number(row.us, ".2f"),
-            _number(row.append_us, ".2f"),
-            _number(row.encode_us, ".1f"),
+            number(row.us, ".2f"),
+            number(row.append_us, ".2f"),
+            number(row.encode_us, ".1f"),
             str(row.layers),
-            _number(row.error, ".1e"),
+            number(row.error, ".1e"),
         )
     return table
 
@@ -299,7 +300,3 @@ def _table(title: str, caption: str | None, names: Sequence[str], numbers: Seque
 
 def _name(row: AttentionRow | Crossover) -> str:
     return f"{row.format} {row.kernel}" + (" + mean key" if row.mean_key else "")
-
-
-def _number(x: float | None, spec: str) -> str:
-    return _NONE if x is None else f"{x:{spec}}"

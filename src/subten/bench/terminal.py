@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 
 from subten.bench.machine import Machine
+from subten.errors import ParameterError
 
 
 def names(text: str) -> list[str]:
     """Of a list separated by commas, each once."""
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def token_counts(option: str, texts: Sequence[str], most: int) -> list[int]:
+    """Numbers of tokens from the command line.
+
+    Raises:
+        ParameterError: one is no number from 1 to `most`.
+    """
+    bad = [text for text in texts if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most]
+    if bad:
+        raise ParameterError(f"{option} has '{bad[0]}'; it takes numbers from 1 to {most}, separated by commas")
+    return [int(text) for text in texts]
+
+
+def number(x: float | None, spec: str) -> str:
+    """A figure in this format; "-" where there is none."""
+    return "-" if x is None else f"{x:{spec}}"
 
 
 def announce(machine: Machine) -> None:
