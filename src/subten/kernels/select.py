@@ -150,13 +150,7 @@ def _no_triton(use: Use) -> str | None:
 
 
 def _no_triton_moe(use: Use) -> str | None:
-    if find_spec("triton") is None:
-        return "triton is not installed"
-    if torch.cuda.get_device_capability(use.device) < (8, 0):
-        return "it needs compute capability 8.0 or more"
-    if use.dtype not in (None, torch.bfloat16, torch.float16):
-        return f"it multiplies in 16 bit, and the model in {str(use.dtype).removeprefix('torch.')}"
-    return next((reason for sizes in use.experts if (reason := size_refusal(*sizes))), None)
+    return _no_triton_linear(use) or next((reason for sizes in use.experts if (reason := size_refusal(*sizes))), None)
 
 
 def _no_triton_linear(use: Use) -> str | None:
@@ -169,22 +163,24 @@ def _no_triton_linear(use: Use) -> str | None:
     return None
 
 
-def _no_gluon_linear(use: Use) -> str | None:
+def _no_sm_90(use: Use) -> str | None:
     if torch.cuda.get_device_capability(use.device) != (9, 0):
         return "it is written for compute capability 9.0"
-    return _no_triton_linear(use)
+    return None
+
+
+def _no_gluon_linear(use: Use) -> str | None:
+    return _no_sm_90(use) or _no_triton_linear(use)
 
 
 def _no_gluon_moe(use: Use) -> str | None:
-    if torch.cuda.get_device_capability(use.device) != (9, 0):
-        return "it is written for compute capability 9.0"
-    return _no_triton_moe(use) or next((reason for sizes in use.experts if (reason := shape_refusal(*sizes))), None)
+    refused = (reason for sizes in use.experts if (reason := shape_refusal(*sizes)))
+    return _no_sm_90(use) or _no_triton_moe(use) or next(refused, None)
 
 
 def _no_gluon(use: Use) -> str | None:
-    if torch.cuda.get_device_capability(use.device) != (9, 0):
-        return "it is written for compute capability 9.0"
-    return _no_triton(use) or next((reason for reason in map(why_not_gluon, use.layouts) if reason), None)
+    refused = (reason for reason in map(why_not_gluon, use.layouts) if reason)
+    return _no_sm_90(use) or _no_triton(use) or next(refused, None)
 
 
 REGISTRY: tuple[Implementation, ...] = (

@@ -38,7 +38,7 @@ from subten.agent.policy.shell.tree import (
 
 MAX_DEPTH = 40
 
-_PLAIN_WORD = re.compile(r"[A-Za-z0-9_@%+:,./^-]+(?=[ \t\n;&|<>()])")
+_PLAIN_WORD = re.compile(r"[A-Za-z0-9_@%+:,./^-]+(?<!@)(?=[ \t\n;&|<>()])")
 _PLAIN_ARGUMENT = re.compile(r"[A-Za-z_@%+:,./^-][A-Za-z0-9_@%+:,./^-]*(?<!@)(?=[ \t\n;&|<>)])")
 """A plain word in a simple command that is neither the number of a redirection nor the name of a function."""
 _UNQUOTED = re.compile(r"[^ \t\n;&|<>()'\"\\$`]+")
@@ -582,10 +582,8 @@ class Parser:
                 # What most words are: no redirection, no assignment, nothing to be read inside of it.
                 if not words:
                     self.starts.append(self.position)
-                start_of_word, self.position = match.span()
+                words.append(self._plain_word(match))
                 end = self.position
-                text = Text(match.group(), False)
-                words.append(Word((text,), self._at(start_of_word), self._at(end)))
                 continue
             character = self._peek()
             if not character or character in "\n;|)":
@@ -708,9 +706,8 @@ class Parser:
         """One word; `metacharacters` lists those that are ordinary here (inside a regular expression)."""
         start = self.position
         match = _PLAIN_WORD.match(self.text, start)
-        if match and not metacharacters and match.group()[-1] != "@":
-            self.position = match.end()
-            return Word((Text(match.group(), False),), self._at(start), self._at(self.position))
+        if match and not metacharacters:
+            return self._plain_word(match)
         parts: list[Part] = []
         while not self._at_end():
             character = self._peek()
@@ -759,6 +756,10 @@ class Parser:
         if self.position == start:
             raise self._fail(f"`{self._peek()}` is not expected here" if self._peek() else "a word is missing")
         return self._word(parts, start)
+
+    def _plain_word(self, match: re.Match[str]) -> Word:
+        start, self.position = match.span()
+        return Word((Text(match.group(), False),), self._at(start), self._at(self.position))
 
     def _extended_pattern(self, parts: list[Part]) -> bool:
         """`@(a|b)` and its kin, kept as raw text: expansion treats it as a pattern that may match anything."""
