@@ -18,8 +18,6 @@ from subten.bench.shapes import Case, Shape, context_name
 from subten.bench.terminal import number
 from subten.errors import StorageError
 
-_NONE = "-"
-
 
 @dataclass(frozen=True)
 class AttentionRow:
