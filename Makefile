@@ -11,10 +11,9 @@ demo: $(VENV)/.run
 
 test: lint pytest
 
-# Three processes for two cores: tests of sandboxes and servers mostly wait. One thread for each: processes that share
-# cores wait for each other's threads.
+# One thread for each process: two that share two cores wait for each other's threads.
 pytest: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-gpu: $(VENV)/.dev
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu tests/gpu
