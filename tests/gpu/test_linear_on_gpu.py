@@ -12,7 +12,7 @@ from support.linear import error, exactly, layer, norm_of, normed_exactly, rows
 pytestmark = pytest.mark.gpu
 
 LINEARS = {"gluon": GluonLinear(), "triton": TritonLinear()}
-SIZES = [(5120, 2048), (2048, 4096), (129, 2048), (6144, 4096), (151_936, 2048), (1000, 528)]
+SIZES = [(5120, 2048), (2048, 4096), (129, 2048), (8, 4096), (640, 512), (6144, 4096), (151_936, 2048), (1000, 528)]
 EXACT = 1e-5
 ROUNDED = 4e-3
 """Where tokens are rounded to bf16 behind the weight of a norm."""

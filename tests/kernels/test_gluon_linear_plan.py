@@ -16,8 +16,11 @@ from support.linear import layer, rows
 SMS = 132
 OF_A_PROGRAM, OF_A_MULTIPROCESSOR, TAKEN = 227 << 10, 228 << 10, 1 << 10
 """Bytes of shared memory of sm_90; a program takes `TAKEN` besides what it asks for."""
+FEW = 640
+"""Outputs of a layer whose programs have a multiprocessor to themselves, and more warps."""
 
 ITEMSIZES = st.sampled_from([1, 2])
+OUTPUTS = st.integers(1, FEW) | st.integers(1, 200_000)
 TOKENS = st.integers(1, MOST_TOKENS_OF_A_LAUNCH)
 MULTIPROCESSORS = st.sampled_from([78, 114, SMS])
 
@@ -28,34 +31,65 @@ def held(tuning: LinearTuning, itemsize: int) -> int:
     return tuning.stages * tuning.lanes * tuning.step * (tuning.rows * itemsize + of_tokens)
 
 
-@given(ITEMSIZES, st.integers(1, 32), st.integers(1, 200_000), TOKENS, MULTIPROCESSORS)
+@given(ITEMSIZES, st.integers(1, 32), OUTPUTS, TOKENS, MULTIPROCESSORS)
 def test_every_layer_fits(itemsize: int, steps: int, outputs: int, tokens: int, num_sms: int) -> None:
     inputs = steps * 4 * 128 // itemsize
     tuning = tune_gluon_linear(LinearShape(inputs, outputs, itemsize), tokens, num_sms)
-    assert tuning.lanes * tuning.step * steps == inputs
+    steps_of_program, rest = divmod(inputs, tuning.lanes * tuning.step)
+    assert (rest, steps_of_program * tuning.lanes) == (0, 4 * steps)
     assert tuning.rows in (16, 32, 64)
     assert tuning.columns in (8, 16)
     programs = -(-outputs // tuning.rows) * -(-tokens // tuning.columns)
-    sharing = 2 if programs > num_sms else 1
+    sharing = 2 if programs > num_sms and outputs > FEW else 1
     assert held(tuning, itemsize) + 16 * tuning.stages <= OF_A_PROGRAM
     assert sharing * (held(tuning, itemsize) + TAKEN) <= OF_A_MULTIPROCESSOR
-    assert 2 <= tuning.stages <= max(2, steps)
+    assert min(2, steps_of_program) <= tuning.stages <= steps_of_program
     assert tuning.copied == (tokens > 2)
-    assert tuning.ahead >= 4
+    assert tuning.ahead >= min(steps_of_program, 3 if tuning.lanes == 16 else 4)
 
 
-@given(ITEMSIZES, st.integers(1, 32), st.integers(1, 200_000), MULTIPROCESSORS)
-def test_the_order_of_a_sum_depends_on_no_number_of_tokens(
-    itemsize: int, steps: int, outputs: int, num_sms: int
-) -> None:
-    """Nor on how many multiprocessors there are."""
+@given(ITEMSIZES, st.integers(1, 32), OUTPUTS)
+def test_the_order_of_a_sum_depends_on_no_number_of_tokens(itemsize: int, steps: int, outputs: int) -> None:
+    """Nor on how many multiprocessors there are: those of the smallest part of a GPU, or of the largest."""
     shape = LinearShape(steps * 4 * 128 // itemsize, outputs, itemsize)
     orders = {
         (tuning.lanes, tuning.step)
         for tokens in range(1, MOST_TOKENS_OF_A_LAUNCH + 1)
+        for num_sms in (1, 16, 78, 114, SMS)
         for tuning in [tune_gluon_linear(shape, tokens, num_sms)]
     }
-    assert orders == {(4, 128 // itemsize)}
+    assert len(orders) == 1
+    ((lanes, step),) = orders
+    assert step == 128 // itemsize
+    assert lanes in ((4, 8, 16 // (3 - itemsize)) if outputs <= FEW else (4,))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "itemsize", "lanes"),
+    [
+        (8, 4096, 2, 16),
+        (128, 2048, 2, 8),
+        (257, 7168, 2, 16),
+        (FEW, 2048, 1, 4),
+        (FEW, 4096, 1, 8),
+        (FEW, 16384, 1, 8),
+        (FEW + 1, 4096, 1, 4),
+        (8, 1024, 2, 4),
+        (8, 1280, 2, 4),
+        (8, 1536, 2, 8),
+    ],
+)
+def test_few_outputs_have_programs_of_more_warps(outputs: int, inputs: int, itemsize: int, lanes: int) -> None:
+    """So that each takes its columns in four steps, where they can be divided so."""
+    assert tune_gluon_linear(LinearShape(inputs, outputs, itemsize), 8, SMS).lanes == lanes
+
+
+@given(TOKENS, MULTIPROCESSORS)
+def test_all_of_a_router_is_under_way_at_once(tokens: int, num_sms: int) -> None:
+    for outputs, inputs in ((8, 4096), (128, 2048), (513, 2048)):
+        tuning = tune_gluon_linear(LinearShape(inputs, outputs, 2), tokens, num_sms)
+        assert tuning.stages * tuning.lanes * tuning.step == inputs
+        assert (tuning.rows, tuning.columns) == (16, 8)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 _UNIT = gl.constexpr(2.0**-4)
 """See triton_decode.py."""
 _CHUNK = gl.constexpr(256)
-"""Elements of a token that a warp leaves for others at a time: 16 bytes a thread."""
+"""Elements of each token that a program leaves for others: 16 bytes of a thread."""
 
 
 def linear_decode(
@@ -53,7 +53,12 @@ def linear_decode(
 ) -> Tensor:
     """See `subten.kernels.linear.triton_decode.linear_decode`; what it takes is said by `plan.gluon_refusal`."""
     arguments = linear_arguments(x, weights, out, tuning, norm, normed, residual, factor)
-    grid = triton.cdiv(len(x), tuning.columns), triton.cdiv(len(weights.weight), tuning.rows)
+    outputs, inputs = weights.weight.shape
+    programs = triton.cdiv(outputs, tuning.rows)
+    if normed is not None:
+        # Those behind the last output have no weights to read, and leave their part of the tokens.
+        programs = max(programs, inputs // _CHUNK.value)
+    grid = triton.cdiv(len(x), tuning.columns), programs
     linear_kernel[grid](**arguments, num_warps=tuning.lanes, launch_pdl=True)
     return out
 
@@ -109,20 +114,6 @@ def _squares(values):
 
 
 @gluon.jit
-def _store_normed(
-    x, norm, normed, inverse, token, real, x_stride, INPUTS: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """Each program of a block of tokens does some columns."""
-    k = gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, LAYOUT))
-    for start in range(gl.program_id(1) * _CHUNK, INPUTS, gl.num_programs(1) * _CHUNK):
-        value = gl.load(x + token[:, None] * x_stride + (start + k)[None, :], mask=real[:, None], other=0.0)
-        factors = gl.load(norm + start + k).to(gl.float32)
-        value = value.to(gl.float32) * inverse[:, None] * factors[None, :]
-        after = normed + token[:, None] * INPUTS + (start + k)[None, :]
-        gl.store(after, value.to(normed.dtype.element_ty), mask=real[:, None])
-
-
-@gluon.jit
 def _tokens(elements, real, step, SPAN: gl.constexpr):
     """Of a step, [lanes, step, columns]."""
     return gl.load(elements + step * SPAN, mask=real[None, None, :], other=0.0)
@@ -152,7 +143,7 @@ def linear_kernel(
     x, x_tiles, weight, scale, bias, norm, normed, residual, out, tokens, x_stride, residual_stride, eps, factor,
     SHAPE: gl.constexpr, TUNING: gl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks of `columns` tokens, and of `rows` output channels."""
+    """Grid: blocks of `columns` tokens, and of `rows` output channels; with `normed` also of `_CHUNK` inputs."""
     LANES: gl.constexpr = TUNING.lanes
     ROWS: gl.constexpr = TUNING.rows
     COLUMNS: gl.constexpr = TUNING.columns
@@ -196,6 +187,9 @@ def linear_kernel(
     of_norm = ()
     for step in gl.static_range(AHEAD):
         of_norm += (_factors(norm, k, step, SPAN),)
+    if normed is not None:
+        channel = gl.program_id(1) * _CHUNK + gl.arange(0, _CHUNK, layout=gl.SliceLayout(0, BY_TOKEN))
+        of_channel = gl.load(norm + channel, mask=channel < INPUTS, other=0.0).to(gl.float32)
     wait_for_previous_kernel()
     let_next_kernel_start()
 
@@ -216,6 +210,11 @@ def linear_kernel(
         added = gl.load(before, mask=there, other=0.0).to(gl.float32)
     if bias is not None:
         added += gl.load(bias + row, mask=inside, other=0.0).to(gl.float32)[:, None] * factor
+    if normed is not None:
+        # Loaded here, so that at the end nothing has to be waited for.
+        whole = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, BY_TOKEN))
+        mine = (whole < tokens)[:, None] & (channel < INPUTS)[None, :]
+        left = gl.load(x + whole[:, None] * x_stride + channel[None, :], mask=mine, other=0.0)
 
     total = gl.zeros([LANES, ROWS, COLUMNS], gl.float32, layout=ACC)
     squares = gl.zeros([LANES, COLUMNS], gl.float32, layout=gl.SliceLayout(1, RIGHT))
@@ -249,8 +248,9 @@ def linear_kernel(
         inverse = gl.rsqrt(gl.sum(squares, 0) / INPUTS + eps)
         result *= gl.convert_layout(inverse, gl.SliceLayout(0, RESULT))[None, :]
         if normed is not None:
-            whole = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, BY_TOKEN))
             inverse = gl.convert_layout(inverse, gl.SliceLayout(1, BY_TOKEN))
-            _store_normed(x, norm, normed, inverse, whole, whole < tokens, x_stride, INPUTS, BY_TOKEN)
+            left = left.to(gl.float32) * inverse[:, None] * of_channel[None, :]
+            kept = normed + whole[:, None] * INPUTS + channel[None, :]
+            gl.store(kept, left.to(normed.dtype.element_ty), mask=mine)
     after = out + of_column.to(gl.int64)[None, :] * OUTPUTS + row[:, None]
     gl.store(after, (result + added).to(out.dtype.element_ty), mask=there)

@@ -11,7 +11,7 @@ from subten.kernels.linear.inputs import LinearWeights
 LANES = 4
 """Warps of a program; each takes a quarter of the columns of its rows, and the four sums are added up in pairs. A
 tile of the tensor core has 16 rows at least: with warps below each other, 2048 output channels would be 32 programs
-instead of 128, and leave three quarters of a GPU idle."""
+instead of 128, and leave three quarters of a GPU idle. Of few outputs programs of the Gluon kernel have more."""
 
 _STEP = 64
 """Columns of a lane in one step: those of four lanes are two lines of the L2 of FP8 weights, or four."""
@@ -32,6 +32,16 @@ _MOST_STEPS = 32
 """Of the Gluon kernel, whose steps are written out one behind the other."""
 _ROOM_OF_ONE, _ROOM_OF_TWO, _ROOM_OF_MANY = 144 << 10, 104 << 10, 80 << 10
 """Shared memory for what a program of the Gluon kernel has on its way, by programs that share a multiprocessor."""
+_FEW_OUTPUTS = 640
+"""Of a layer with so few programs of 16 rows (40) that it takes as long as one of them, whatever memory gives."""
+_STEPS_OF_FEW, _WIDEST_STEP = 4, 1024
+"""Into how many steps such a program divides its columns, if they are no more than so many each: those of 16 lanes in
+16 bit, or of 8 in FP8, which takes more registers."""
+_ROOM_OF_FEW = 192 << 10
+"""As the rooms above, of such a program: four steps of 16 lanes in 16 bit. That no other has room beside it costs
+nothing where most of a GPU is idle."""
+_MOST_HELD = 4
+"""Steps of which a thread of 16 warps has registers for tokens and norm: it has 128 in all."""
 _MOST_LOADED = 2
 """Tokens that the threads of the Gluon kernel load themselves."""
 
@@ -53,8 +63,8 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class LinearTuning:
-    """How one program does its work. A token's bits depend on `lanes` and `step` alone, which no number of tokens
-    changes: a sum runs over the columns in one order, whatever tile it is part of.
+    """How one program does its work. A token's bits depend on `lanes` and `step` alone, which follow from the layer's
+    shape and from nothing else: a sum runs over the columns in one order, whatever tile it is part of.
 
     Attributes:
         lanes: warps, a power of two.
@@ -119,16 +129,32 @@ def tune_gluon_linear(shape: LinearShape, tokens: int, num_sms: int) -> LinearTu
 
     What was fastest on an H200 (docs/kernels/linear.md): rows enough that a program's tokens are less work than its
     weights, few enough that half of the multiprocessors have a program, which is enough for all that memory gives.
+    Layers of few outputs have 16 rows to a program, and as many warps as leave four steps in a row.
     Examples on 132 multiprocessors, up to 8 tokens: 1024 outputs are 64 programs of 16 rows, 2048 are 64 of 32, 5120
     are 160, and a vocabulary of 151,936 is 2374 of 64; from 9 tokens on 5120 are 80 of 64 for each 16 of them.
     """
-    step = _LINE // shape.itemsize
-    vocabulary, many = shape.outputs >= 256 * num_sms, tokens > 8 and shape.outputs >= 31 * num_sms
+    few, lanes, step = shape.outputs <= _FEW_OUTPUTS, _gluon_lanes(shape), _LINE // shape.itemsize
+    of_a_multiprocessor = 0 if few else shape.outputs // num_sms
+    vocabulary, many = of_a_multiprocessor >= 256, tokens > 8 and of_a_multiprocessor >= 31
     columns = 16 if many else 8
-    rows = 64 if vocabulary or many else 32 if shape.outputs >= 15 * num_sms else 16
+    rows = 64 if vocabulary or many else 32 if of_a_multiprocessor >= 15 else 16
     copied = tokens > _MOST_LOADED
     programs = -(-shape.outputs // rows) * -(-tokens // columns)
-    room = _ROOM_OF_MANY if vocabulary else _ROOM_OF_TWO if programs > num_sms else _ROOM_OF_ONE
-    stages = room // (LANES * (rows * _LINE + 2 * columns * step * copied))
-    stages = max(2, min(stages, shape.inputs // (LANES * step)))
-    return LinearTuning(LANES, step, rows, columns, stages, 512 // step, copied)
+    shared = _ROOM_OF_MANY if vocabulary else _ROOM_OF_TWO if programs > num_sms else _ROOM_OF_ONE
+    stages = (_ROOM_OF_FEW if few else shared) // (lanes * (rows * _LINE + 2 * columns * step * copied))
+    steps = shape.inputs // (lanes * step)
+    ahead = 512 // step
+    if lanes == 16:
+        # While one is at work, the next one comes.
+        ahead = steps if steps <= _MOST_HELD else _MOST_HELD - 1
+    return LinearTuning(lanes, step, rows, columns, min(steps, max(2, stages)), ahead, copied)
+
+
+def _gluon_lanes(shape: LinearShape) -> int:
+    """Warps of a program of the Gluon kernel. They decide in which order a sum is added up, so neither the number of
+    tokens nor the GPU may have a part in them."""
+    lanes, span = LANES, LANES * _LINE // shape.itemsize
+    if shape.outputs <= _FEW_OUTPUTS:
+        while span < _WIDEST_STEP and shape.inputs > _STEPS_OF_FEW * span and shape.inputs % (2 * span) == 0:
+            lanes, span = 2 * lanes, 2 * span
+    return lanes
