@@ -77,6 +77,12 @@ def test_what_others_write_is_loaded_after_the_wait(compiled: dict[str, dict]) -
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_nothing_has_to_be_waited_for_when_all_is_multiplied(compiled: dict[str, dict], name: str) -> None:
+    """Neither the residual nor the tokens that are left for others."""
+    assert compiled[name]["loaded_last"] == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_no_tile_is_overwritten_that_a_warp_has_yet_to_read(compiled: dict[str, dict], name: str) -> None:
     """The compiler puts the barrier there: the kernel does not ask for it."""
     assert compiled[name]["unguarded"] == []

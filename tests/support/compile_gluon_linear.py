@@ -33,6 +33,7 @@ class Compiled:
         opcodes: how often they occur.
         asked_before: copies into shared memory that are asked for before the kernel before has ended.
         loaded_before: likewise, loads by threads.
+        loaded_last: loads by threads behind the last product.
         unguarded: copies that can come behind reads of what they overwrite without a barrier between.
     """
 
@@ -46,6 +47,7 @@ class Compiled:
     opcodes: dict[str, int]
     asked_before: int
     loaded_before: int
+    loaded_last: int
     unguarded: list[str]
 
 
@@ -58,6 +60,7 @@ def compile_one(name: str, folder: Path) -> Compiled:
     code = compile_kernel(linear_kernel, arguments, tuning.lanes, CAPABILITY, folder, fp_fusion=True)
     opcodes = [opcode(text) for _, text in code.sass]
     before = opcodes[: opcodes.index("ACQBULK")]
+    last = opcodes[-opcodes[::-1].index("HMMA") :]
     return Compiled(
         name,
         shape.inputs // (tuning.lanes * tuning.step),
@@ -69,6 +72,7 @@ def compile_one(name: str, folder: Path) -> Compiled:
         dict(Counter(opcodes).most_common()),
         before.count("UTMALDG"),
         before.count("LDG"),
+        last.count("LDG"),
         _unguarded(code),
     )
 
