@@ -32,7 +32,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from subten.kernels.gluon_overlap import let_next_kernel_start, wait_for_previous_kernel
 from subten.kernels.moe import triton_decode
-from subten.kernels.moe.gluon_plan import FINISH_BYTES, LINE, REGISTERS, WARPS, GluonMoEPlan, plan_gluon_moe
+from subten.kernels.moe.gluon_plan import (
+    FINISH_BYTES,
+    LINE,
+    REGISTERS,
+    WARPS,
+    GluonMoEPlan,
+    blocks_of_run,
+    plan_gluon_moe,
+    row_of_scales,
+)
 from subten.kernels.moe.gluon_routing import columns_of, locate, route, shares_of, tiles_of_experts
 from subten.kernels.moe.gluon_schedule import length_of_ranges, run_at
 from subten.kernels.moe.inputs import SCALE_BLOCK, MoEWeights
@@ -56,6 +65,8 @@ _LARGEST_SHARE = gl.constexpr(2.0**18)
 """What an item may add to an output; 2^13 of these fit. A token with larger ones becomes NaN, not something wrong."""
 _INFINITY = gl.constexpr(0x7F800000)
 _FINISH_BLOCK = gl.constexpr(FINISH_BYTES // 8)
+_RUN_SIZE = gl.constexpr(8)
+"""Of a run that is posted: a place for each of its numbers, and a power of two."""
 
 
 @gluon.jit
@@ -154,38 +165,44 @@ def _fetch(
     pipe = (ring, full, empty)
     number = 0
     turn = 0
-    shared, expert, first, slices = _posted_run(runs, posted, number)
-    while slices > 0:
+    run = _posted_run(runs, posted, number)
+    while run[3] > 0:
         if SHAPE.shared > 0:
-            if shared != 0:
-                turn = _fetch_run(shared_gate_up, shared_down, expert, first, slices, turn, pipe, SHAPE, TUNING)
+            if run[0] != 0:
+                turn = _fetch_run(shared_gate_up, shared_down, run, turn, pipe, SHAPE, TUNING)
             else:
-                turn = _fetch_run(gate_up, down, expert, first, slices, turn, pipe, SHAPE, TUNING)
+                turn = _fetch_run(gate_up, down, run, turn, pipe, SHAPE, TUNING)
         else:
-            turn = _fetch_run(gate_up, down, expert, first, slices, turn, pipe, SHAPE, TUNING)
+            turn = _fetch_run(gate_up, down, run, turn, pipe, SHAPE, TUNING)
         number += 1
-        shared, expert, first, slices = _posted_run(runs, posted, number)
+        run = _posted_run(runs, posted, number)
 
 
 @gluon.jit
-def _fetch_run(
-    gate_up, down, expert, first, slices, turn, pipe, SHAPE: gl.constexpr, TUNING: gl.constexpr
-):  # fmt: skip
+def _fetch_run(gate_up, down, run, turn, pipe, SHAPE: gl.constexpr, TUNING: gl.constexpr):
     """Gate and up slice by slice, then down rows by rows. `turn` counts the pairs of a program."""
     PAIRS: gl.constexpr = SHAPE.hidden // (2 * gate_up.block_shape[3])
     TILES: gl.constexpr = SHAPE.hidden // down.block_shape[1]
+    _, expert, first, slices, turned = run
     for member in range(first, first + slices):
         for pair in range(PAIRS):
             stage, bar = _free_stage(turn, pipe, TUNING)
             _copy(gate_up, [2 * expert, 2 * pair, member * TUNING.slice, 0], bar, _as_tiles(stage, gate_up))
             turn += 1
     begin = expert * (SHAPE.intermediate // TUNING.slice) + first
-    for rows in range(0, TILES, 2):
+    for number in range(TILES // 2):
+        rows = 2 * _rows_at(number, turned, TILES // 2)
         for member in range(begin, begin + slices):
             stage, bar = _free_stage(turn, pipe, TUNING)
             _copy(down, [member * TILES + rows, 0, 0], bar, _as_tiles(stage, down))
             turn += 1
     return turn
+
+
+@gluon.jit
+def _rows_at(number, turned, STEPS: gl.constexpr):
+    """Which rows of down come as the `number`-th, if they begin at the `turned`-th and go round."""
+    return (number + turned) % STEPS
 
 
 @gluon.jit
@@ -208,11 +225,11 @@ def _as_tiles(stage, weights):
 def _post_run(runs, posted, number, run):
     """Tell the warp that fetches tiles where those of a run are. There is room for two runs: tiles of the one before
     the last have come when this one is posted."""
-    shared, expert, first, slices = run
-    index = gl.arange(0, 4, layout=gl.BlockedLayout([1], [32], [_WARPS], [0]))
-    of_expert = gl.where(index < 1, shared, expert)
-    of_slices = gl.where(index < 3, first, slices)
-    runs.index(number % 2).store(gl.where(index < 2, of_expert, of_slices))
+    index = gl.arange(0, _RUN_SIZE, layout=gl.BlockedLayout([1], [32], [_WARPS], [0]))
+    fields = gl.where(index == 0, run[0], run[1])
+    for i in gl.static_range(2, len(run)):
+        fields = gl.where(index < i, fields, run[i])
+    runs.index(number % 2).store(fields)
     mbarrier.arrive(posted.index(number % 2), count=1)
 
 
@@ -221,14 +238,12 @@ def _posted_run(runs, posted, number):
     """What was posted, as soon as it is."""
     mbarrier.wait(posted.index(number % 2), number // 2 & 1)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    index = gl.arange(0, 4, layout=LAYOUT)
-    run = runs.index(number % 2).load(LAYOUT)
-    return (
-        gl.sum(gl.where(index == 0, run, 0), 0),
-        gl.sum(gl.where(index == 1, run, 0), 0),
-        gl.sum(gl.where(index == 2, run, 0), 0),
-        gl.sum(gl.where(index == 3, run, 0), 0),
-    )
+    index = gl.arange(0, _RUN_SIZE, layout=LAYOUT)
+    fields = runs.index(number % 2).load(LAYOUT)
+    run = ()
+    for i in gl.static_range(5):
+        run += (gl.sum(gl.where(index == i, fields, 0), 0),)
+    return run
 
 
 # --- runs --------------------------------------------------------------------------------------------------------
@@ -238,8 +253,9 @@ def _posted_run(runs, posted, number):
 def _run(
     place, end, block, tokens, masks, tiles, first_tile, shared_places, SHAPE: gl.constexpr, TUNING: gl.constexpr
 ):  # fmt: skip
-    """The run that begins at a place of the list: whether it is of the shared expert, its expert, its first slice and
-    how many it has, none at the end; the expert's tokens as bits, and which tile of columns it is for."""
+    """The run that begins at a place of the list: whether it is of the shared expert, its expert, its first slice, how
+    many it has, none at the end, and with which rows of down it begins; the expert's tokens as bits, and which tile of
+    columns it is for."""
     SLICES: gl.constexpr = SHAPE.intermediate // TUNING.slice
     last = gl.minimum(place, end - 1)
     expert, mask, of_expert, begin = locate(
@@ -255,7 +271,9 @@ def _run(
             one = gl.sum(masks * 0, 0) + 1
             mask = ((one << (tokens - 1).to(masks.dtype)) - 1) * 2 + 1
     first, tile, length = run_at(last - begin, end - begin, block, of_expert, slices, TUNING.run)
-    return (shared, expert, first, gl.where(place < end, length, 0)), mask, tile
+    # Programs that add to the same sums begin at different ones, unless they read the same weights at the same time.
+    turned = gl.where(of_expert == 1, gl.program_id(0), 0)
+    return (shared, expert, first, gl.where(place < end, length, 0), turned), mask, tile
 
 
 @gluon.jit
@@ -300,37 +318,35 @@ def _as_operand(tokens, operand):
 
 
 @gluon.jit
-def _gate_up_scales(
-    scales, neuron, slices, scale_blocks, step, STEP: gl.constexpr, LAYOUT: gl.constexpr, SHAPE: gl.constexpr,
-    TUNING: gl.constexpr,
+def _load_block_scales(
+    gate_up, down, first_block, blocks, scale_blocks, SHAPE: gl.constexpr, BLOCKS: gl.constexpr
 ):  # fmt: skip
-    """Of the blocks that a step's tiles of gate lie in, and of those of up."""
-    gate, up = 1.0, 1.0
-    if SHAPE.scales == "block":
-        STEPS: gl.constexpr = SHAPE.hidden // (2 * STEP)
-        block = (neuron + gl.minimum(step // STEPS, slices - 1) * TUNING.slice) // _SCALE_BLOCK
-        tile = step % STEPS * 2 + gl.arange(0, 2, layout=LAYOUT)
-        at = tile * STEP // _SCALE_BLOCK
-        gate = gl.load(scales + (block * SHAPE.hidden_blocks + at))
-        up = gl.load(scales + ((scale_blocks + block) * SHAPE.hidden_blocks + at))
-    return gate, up
+    """Of the blocks of neurons of a run, [BLOCKS, rows of scales in shared memory]: of gate and up in the order of
+    steps, 2 blocks of columns of gate, then of up; of down in that of its rows."""
+    SIZE: gl.constexpr = row_of_scales(SHAPE)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [_WARPS, 1], [1, 0])
+    block = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    number = gl.arange(0, 2 * SIZE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    of_columns, of_up = number // 4 * 2 + number % 2, number // 2 % 2
+    row = first_block + block + of_up * scale_blocks
+    wanted = (block < blocks) & (of_columns < SHAPE.hidden_blocks)
+    gates = gl.load(gate_up + row * SHAPE.hidden_blocks + of_columns, mask=wanted, other=0.0)
+    number = gl.arange(0, SIZE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    wanted = (block < blocks) & (number < SHAPE.hidden_blocks)
+    return gates, gl.load(down + number * scale_blocks + first_block + block, mask=wanted, other=0.0)
 
 
 @gluon.jit
-def _down_scales(scales, neuron, scale_blocks, step, member, row, SHAPE: gl.constexpr, TUNING: gl.constexpr):
-    """Of the rows of each of the tiles of down of a step, beyond the last step those of the first."""
+def _row_scales(scales, step, row, SHAPE: gl.constexpr):
+    """Of channels: those of the rows of each tile of down of a step, beyond the last step those of the first."""
     ROWS: gl.constexpr = row.shape[0]
     STEPS: gl.constexpr = SHAPE.hidden // (2 * ROWS)
     of_tiles = ()
     for i in gl.static_range(2):
-        at = (step % STEPS * 2 + i) * ROWS + row
-        if SHAPE.scales == "none":
-            of_tiles += (1.0,)
-        elif SHAPE.scales == "channel":
-            of_tiles += (gl.load(scales + at),)
+        if SHAPE.scales == "channel":
+            of_tiles += (gl.load(scales + (step % STEPS * 2 + i) * ROWS + row),)
         else:
-            block = (neuron + member * TUNING.slice) // _SCALE_BLOCK
-            of_tiles += (gl.load(scales + (at // _SCALE_BLOCK * scale_blocks + block)),)
+            of_tiles += (1.0,)
     return of_tiles
 
 
@@ -345,18 +361,29 @@ def _multiply_gate_up(rows, values, scale, total, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_down(rows, inner, share, scale, SHAPE: gl.constexpr):
-    """What a tile adds to the outputs of its rows; `inner` has one term or two."""
+def _multiply_down(rows, inner):
+    """The product of a tile of down; `inner` has one term or two."""
     ACC: gl.constexpr = rows.type.layout.parent
     ROWS: gl.constexpr = rows.shape[0]
-    COLUMNS: gl.constexpr = share.shape[0]
+    COLUMNS: gl.constexpr = inner[0].shape[1]
     wide = _wide(rows, inner[0].dtype)
     product = gl.zeros([ROWS, COLUMNS], gl.float32, layout=ACC)
     for term in gl.static_range(len(inner)):
         product = mma_v2(wide, inner[term], product)
-    if SHAPE.scales != "none":
-        product *= scale[:, None]
-    return product * share[None, :]
+    return product
+
+
+@gluon.jit
+def _times_blocks(product, scales, units):
+    """Times the scales of its blocks of rows and the factors of its columns, both in shared memory: one multiplication
+    for each number, as the product of both factors is known once for a block."""
+    ROWS: gl.constexpr = product.shape[0]
+    COLUMNS: gl.constexpr = product.shape[1]
+    blocks = product.reshape([ROWS // _SCALE_BLOCK, _SCALE_BLOCK, COLUMNS])
+    OF_BLOCK: gl.constexpr = gl.SliceLayout(1, blocks.type.layout)
+    scale = scales.load(gl.SliceLayout(1, OF_BLOCK))[:, None] * units.load(gl.SliceLayout(0, OF_BLOCK))[None, :]
+    scaled = (blocks * scale[:, None, :]).reshape([ROWS, COLUMNS])
+    return gl.convert_layout(scaled, product.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -373,6 +400,27 @@ def _peak(product, like):
     COLUMNS: gl.constexpr = like.shape[1]
     blocks = product.reshape([product.shape[0] // ROWS, ROWS, COLUMNS])
     return gl.convert_layout(gl.max(gl.abs(blocks), 0), like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _add(sums, values, wanted):
+    """Add the columns that are wanted to sums in memory. As `gl.atomic_add`, but that there is no branch for each
+    number of a thread, and that the L2 is asked to keep the sums while weights go through it."""
+    masks = gl.zeros_like(values).to(gl.int32) + wanted.to(gl.int32)[None, :]
+    PREFIX: gl.constexpr = (
+        "{ .reg .pred p; .reg .b64 kept; setp.ne.u32 p, $3, 0; createpolicy.fractional.L2::evict_last.b64 kept, 1.0;"
+        " @p red.relaxed.gpu.global.add.L2::cache_hint."
+    )
+    if values.dtype == gl.int64:
+        gl.inline_asm_elementwise(
+            PREFIX + "u64 [$1], $2, kept; mov.b32 $0, 0; }", "=r,l,l,r", [sums.to(gl.int64), values, masks],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        gl.inline_asm_elementwise(
+            PREFIX + "f32 [$1], $2, kept; mov.b32 $0, 0; }", "=r,l,f,r", [sums.to(gl.int64), values, masks],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -401,7 +449,7 @@ def _finish(
 @gluon.jit
 def _work(
     x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up_scale, shared_down_scale, sums,
-    broken, tokens, x_stride, logits_stride, runs, ring, posted, full, empty, inners, units, staged,
+    broken, tokens, x_stride, logits_stride, runs, ring, posted, full, empty, inners, units, staged, block_scales,
     SHAPE: gl.constexpr, TUNING: gl.constexpr, TOKENS: gl.constexpr, FIXED: gl.constexpr, GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):  # fmt: skip
@@ -432,6 +480,15 @@ def _work(
     GATE_UP_PAIR: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=_LINE, element_bitwidth=8 * SIZE, rank=3)
     DOWN_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=SLICE * SIZE, element_bitwidth=8 * SIZE, rank=2)
 
+    DOWN_STEPS: gl.constexpr = HIDDEN // (2 * ROWS)
+    SCALES: gl.constexpr = row_of_scales(SHAPE)
+    BLOCKS: gl.constexpr = blocks_of_run(TUNING.run)
+    if SHAPE.scales == "block":
+        # By two, as they belong to the two tiles of a pair, or to the two blocks of rows of a tile.
+        TWO: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        of_gate_up = _reinterpret(block_scales[0], gl.float32, [BLOCKS * SCALES, 2], TWO)
+        of_down = _reinterpret(block_scales[1], gl.float32, [BLOCKS * SCALES // 2, 2], TWO)
+
     wait_for_previous_kernel()
     let_next_kernel_start()
     masks, top, divisor = route(logits, correction, tokens, logits_stride, SHAPE, TOKENS, _WARPS)
@@ -446,7 +503,7 @@ def _work(
     turn = 0
     _post_run(runs, posted, number, here)
     while place < end:
-        shared, expert, first, slices = here
+        shared, expert, first, slices, turned = here
         neuron = first * SLICE
         place += slices
         number += 1
@@ -484,30 +541,36 @@ def _work(
                 down_scales = gl.where(shared != 0, shared_down_scale, down_scales)
 
         # Gate and up, slice by slice. Scales are loaded a step ahead, as soon as the registers are free.
+        first_block = neuron // _SCALE_BLOCK
+        if SHAPE.scales == "block":
+            blocks = (neuron + slices * SLICE - 1) // _SCALE_BLOCK + 1 - first_block
+            loaded = _load_block_scales(gate_scales, down_scales, first_block, blocks, scale_blocks, SHAPE, BLOCKS)
         for i in gl.static_range(STEPS):
             staged.index(i).store(_as_operand(values[i], OPERAND))
-        gate_scale, up_scale = _gate_up_scales(
-            gate_scales, neuron, slices, scale_blocks, 0, STEP, OF_TILE, SHAPE, TUNING
-        )
-        step = 0
+        if SHAPE.scales == "block":
+            for i in gl.static_range(2):
+                block_scales[i].index(0).store(loaded[i])
         for g in range(slices):
             gates = gl.zeros([2, SLICE, COLUMNS], gl.float32, layout=PAIR)
             ups = gl.zeros([2, SLICE, COLUMNS], gl.float32, layout=PAIR)
-            for _ in range(STEPS):
+            block = (neuron + g * SLICE) // _SCALE_BLOCK - first_block
+            for step in range(STEPS):
                 at = turn % STAGES
                 mbarrier.wait(full.index(at), turn // STAGES & 1)
                 pair = _reinterpret(ring.index(at), WORD, [2, 2, SLICE, STEP], GATE_UP_PAIR)
                 gate_rows = pair.index(0).load(LEFT)
                 up_rows = pair.index(1).load(LEFT)
                 mbarrier.arrive(empty.index(at), count=1)
-                operand = staged.index(step % STEPS).load(RIGHT)
+                operand = staged.index(step).load(RIGHT)
+                gate_scale, up_scale = 1.0, 1.0
+                if SHAPE.scales == "block":
+                    of_step = (block * (SCALES // 2) + step) * 2
+                    gate_scale, up_scale = (
+                        of_gate_up.index(of_step).load(OF_TILE), of_gate_up.index(of_step + 1).load(OF_TILE)
+                    )
                 gates = _multiply_gate_up(gate_rows, operand, gate_scale, gates, SHAPE)
                 ups = _multiply_gate_up(up_rows, operand, up_scale, ups, SHAPE)
-                step += 1
                 turn += 1
-                gate_scale, up_scale = _gate_up_scales(
-                    gate_scales, neuron, slices, scale_blocks, step, STEP, OF_TILE, SHAPE, TUNING
-                )
             gate = gl.convert_layout(gl.sum(gates, 0), ACC)
             up = gl.convert_layout(gl.sum(ups, 0), ACC)
             if SHAPE.scales == "channel":
@@ -532,12 +595,13 @@ def _work(
         row = gl.arange(0, ROWS, layout=BY_ROW)
         outputs = sums + of_column[None, :] * HIDDEN + row[:, None]
         peak = gl.zeros([16 * _WARPS, COLUMNS], gl.float32, layout=ACC)
-        scales = _down_scales(down_scales, neuron, scale_blocks, 0, 0, row, SHAPE, TUNING)
-        for step in range(HIDDEN // (2 * ROWS)):
+        scales = _row_scales(down_scales, turned, row, SHAPE)
+        for number_of_rows in range(DOWN_STEPS):
+            step = _rows_at(number_of_rows, turned, DOWN_STEPS)
             nothing = gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC)
             added = (nothing, nothing)
             for g in range(slices):
-                of_slice = units.index(g).load(BY_COLUMN)
+                block = (neuron + g * SLICE) // _SCALE_BLOCK - first_block
                 inner = ()
                 for term in gl.static_range(TERMS):
                     inner += (inners.index(g * TERMS + term).load(gl.DotOperandLayout(1, ACC, K_WIDTH)),)
@@ -551,18 +615,21 @@ def _work(
                 turn += 1
                 more = ()
                 for i in gl.static_range(2):
-                    product = _multiply_down(rows[i], inner, of_slice, scales[i], SHAPE)
+                    product = _multiply_down(rows[i], inner)
+                    if SHAPE.scales == "block":
+                        of_tile = of_down.index(block * (SCALES // 2) + step * 2 + i)
+                        product = _times_blocks(product, of_tile, units.index(g))
+                    else:
+                        product *= units.index(g).load(BY_COLUMN)[None, :]
+                        if SHAPE.scales == "channel":
+                            product *= scales[i][:, None]
                     if FIXED:
                         peak = gl.maximum(peak, _peak(product, peak))
                     more += (added[i] + product.to(added[i].dtype),)
                 added = more
-                last = g + 1 == slices
-                scales = _down_scales(
-                    down_scales, neuron, scale_blocks, gl.where(last, step + 1, step), gl.where(last, 0, g + 1), row,
-                    SHAPE, TUNING,
-                )  # fmt: skip
+            scales = _row_scales(down_scales, step + 1, row, SHAPE)
             for i in gl.static_range(2):
-                gl.atomic_add(outputs + (2 * step + i) * ROWS, added[i], mask=summed[None, :], sem="relaxed")
+                _add(outputs + (2 * step + i) * ROWS, added[i], summed)
         if FIXED:
             odd |= (gl.max(peak, 0) > _LARGEST_SHARE / _UNIT).to(gl.int32)
             gl.atomic_max(broken + of_column, odd, mask=real & (odd != 0), sem="relaxed")
@@ -597,7 +664,16 @@ def moe_kernel(
     inners = gl.allocate_shared_memory(OPERAND, [TUNING.run * TERMS, TUNING.slice, COLUMNS], INNER)
     units = gl.allocate_shared_memory(gl.float32, [TUNING.run, COLUMNS], FLAT)
     staged = gl.allocate_shared_memory(OPERAND, [HIDDEN // (2 * STEP), 2, STEP, COLUMNS], STAGED)
-    runs = gl.allocate_shared_memory(gl.int32, [2, 4], FLAT)
+    runs = gl.allocate_shared_memory(gl.int32, [2, _RUN_SIZE], FLAT)
+    block_scales = ()
+    if SHAPE.scales == "block":
+        BLOCKS: gl.constexpr = blocks_of_run(TUNING.run)
+        SCALES: gl.constexpr = row_of_scales(SHAPE)
+        ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        block_scales = (
+            gl.allocate_shared_memory(gl.float32, [1, BLOCKS, 2 * SCALES], ROWS),
+            gl.allocate_shared_memory(gl.float32, [1, BLOCKS, SCALES], ROWS),
+        )
     posted = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -613,7 +689,7 @@ def moe_kernel(
                 (
                     x, logits, correction, gate_up, gate_up_scale, down, down_scale, shared_gate_up_scale,
                     shared_down_scale, sums, broken, tokens, x_stride, logits_stride, runs, ring, posted, full, empty,
-                    inners, units, staged, SHAPE, TUNING, TOKENS, FIXED, GATED, ACTIVATION,
+                    inners, units, staged, block_scales, SHAPE, TUNING, TOKENS, FIXED, GATED, ACTIVATION,
                 ),
             ),
             (

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from triton.experimental import gluon
+
+from subten.kernels.moe.inputs import SCALE_BLOCK
 from subten.kernels.moe.plan import LaunchPlan, MoEShape, Sums, choose_finishers, most_items, power_of_two
 
 SLICE = 64
@@ -21,7 +24,8 @@ _BESIDE_L1 = 195 << 10
 """With more, the L1, through which scales are read, shrinks from 60 KiB to 28."""
 _BESIDE = 1 << 10
 """Barriers, smaller reductions, and what the driver has of a multiprocessor."""
-_LONGEST_RUN = 16
+_LONGEST_RUN = 15
+"""With 16, there are up to nine blocks of scales, and so room for 16."""
 _USUAL_RUN = 12
 """Hardly any program has longer ones."""
 _MOST_STAGES = 6
@@ -65,13 +69,26 @@ def shape_refusal(hidden: int, intermediate: int, shared: int = 0) -> str | None
     return None
 
 
+@gluon.constexpr_function
+def row_of_scales(shape: MoEShape) -> int:
+    """Places in shared memory for the scales of a block of neurons, one for each block of columns."""
+    return int(1 << (shape.hidden_blocks - 1).bit_length())
+
+
+@gluon.constexpr_function
+def blocks_of_run(run: int) -> int:
+    """Places for blocks of neurons that a run of so many slices can touch: the first may be the second of its block."""
+    return int(1 << (run // (SCALE_BLOCK // SLICE)).bit_length())
+
+
 def longest_run(shape: MoEShape, columns: int, stages: int, memory: int = _SHARED_MEMORY) -> int:
     """Slices that there is room for in shared memory between gate and up and down; 0 where there is none."""
     terms = 2 if shape.scales == "none" else 1
     tokens = 2 * shape.hidden * columns
     # Between warps: sums of both halves of a pair for gate and up; before, of every expert its tokens as bits.
     exchanged = 8 * max(SLICE * columns, WARPS * shape.padded_experts)
-    free = memory - _BESIDE - stages * 4 * SLICE * LINE - tokens - exchanged
+    scales = 12 * blocks_of_run(_LONGEST_RUN) * row_of_scales(shape) if shape.scales == "block" else 0
+    free = memory - _BESIDE - stages * 4 * SLICE * LINE - tokens - exchanged - scales
     return max(0, min(_LONGEST_RUN, free // (columns * (2 * terms * SLICE + 4))))
 
 
