@@ -43,7 +43,7 @@ from subten.kernels.moe.gluon_plan import (
     row_of_scales,
 )
 from subten.kernels.moe.gluon_routing import columns_of, locate, route, shares_of, tiles_of_experts
-from subten.kernels.moe.gluon_schedule import length_of_ranges, run_at
+from subten.kernels.moe.gluon_schedule import range_of, run_at
 from subten.kernels.moe.inputs import SCALE_BLOCK, MoEWeights
 from subten.kernels.moe.plan import MoEShape
 from subten.kernels.moe.reference import router_logits
@@ -495,9 +495,7 @@ def _work(
     tiles, first_tile = tiles_of_experts(masks, COLUMNS)
     shared_places = SHAPE.shared // SLICE * ((tokens + COLUMNS - 1) // COLUMNS)
     places = shared_places + gl.sum(tiles, 0) * (SHAPE.intermediate // SLICE)
-    length = length_of_ranges(places, gl.num_programs(0))
-    place = gl.program_id(0) * length
-    end = gl.minimum(place + length, places)
+    place, end, length, arriving = range_of(gl.program_id(0), places, gl.num_programs(0), TOKENS > COLUMNS)
     here, mask, tile = _run(place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING)
     number = 0
     turn = 0
@@ -634,7 +632,6 @@ def _work(
             odd |= (gl.max(peak, 0) > _LARGEST_SHARE / _UNIT).to(gl.int32)
             gl.atomic_max(broken + of_column, odd, mask=real & (odd != 0), sem="relaxed")
         mask, tile = next_mask, next_tile
-    arriving = (places + length - 1) // length
     return (arriving,)
 
 

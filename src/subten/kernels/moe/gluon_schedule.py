@@ -1,7 +1,7 @@
 """How the work of a launch is shared out: a range of slices for each program, and the runs that it does at a time.
 
 The list of all work has a place for every slice of an expert and every tile of columns of its tokens. It is cut into
-ranges of the same length, one for each program. A program goes through its range in runs: slices of one expert, one
+ranges, one for each program. A program goes through its range in runs: slices of one expert, one
 behind the other, for one tile of columns. All slices of a run go through gate and up, and then through down
 together, so that their outputs are added up in the program before they are added to the sums in memory.
 
@@ -19,9 +19,27 @@ from triton.experimental import gluon
 
 
 @gluon.jit
-def length_of_ranges(places, programs):
-    """Of every range but the last."""
-    return (places + programs - 1) // programs
+def range_of(number, places, programs, TILED):
+    """The range of a program, from where to where; how long ranges are at most; and how many programs have one.
+
+    Args:
+        number: of the program.
+        places: of the whole list.
+        programs: that there are.
+        TILED: whether an expert can have several tiles. Ranges are of the same length then, but for the last, so that
+            programs next to each other stay at the same slices. Otherwise they differ by one at most, and everyone has
+            some: what is left at the end, when some have done their part, is read faster by the others.
+    """
+    length = (places + programs - 1) // programs
+    if TILED:
+        begin = min(number * length, places)
+        end = min(begin + length, places)
+        busy = (places + length - 1) // length
+    else:
+        busy = min(places, programs)
+        begin = min(number, busy) * places // busy
+        end = min(number + 1, busy) * places // busy
+    return begin, end, length, busy
 
 
 @gluon.jit
@@ -32,7 +50,7 @@ def run_at(place, end, block, tiles, slices, LONGEST):
     Args:
         place: in the part of the expert, from 0 on.
         end: of the range, likewise; beyond the part where the range goes on with another expert.
-        block: length of the ranges.
+        block: length of the ranges, where there are several tiles.
         tiles: of columns of the expert's tokens.
         slices: of the expert.
         LONGEST: run that there is room for. What is longer is cut evenly.
