@@ -42,7 +42,17 @@ from subten.kernels.moe.gluon_plan import (
     plan_gluon_moe,
     row_of_scales,
 )
-from subten.kernels.moe.gluon_routing import columns_of, locate, route, shares_of, tiles_of_experts
+from subten.kernels.moe.gluon_routing import (
+    all_of,
+    choose,
+    columns_of,
+    divisors,
+    load_logits,
+    locate,
+    masks_of_experts,
+    shares_of,
+    tiles_of_experts,
+)
 from subten.kernels.moe.gluon_schedule import range_of, run_at
 from subten.kernels.moe.inputs import SCALE_BLOCK, MoEWeights
 from subten.kernels.moe.plan import MoEShape
@@ -64,6 +74,8 @@ _UNIT = gl.constexpr(2.0**-32)
 _LARGEST_SHARE = gl.constexpr(2.0**18)
 """What an item may add to an output; 2^13 of these fit. A token with larger ones becomes NaN, not something wrong."""
 _INFINITY = gl.constexpr(0x7F800000)
+_MOST_EARLY = gl.constexpr(64 * 2 * 32 * WARPS)
+"""Numbers of tokens that are loaded before the routing: 64 registers of each thread."""
 _FINISH_BLOCK = gl.constexpr(FINISH_BYTES // 8)
 _RUN_SIZE = gl.constexpr(8)
 """Of a run that is posted: a place for each of its numbers, and a power of two."""
@@ -157,12 +169,28 @@ def _tiles(weight: Tensor, size: list[int]) -> TensorDescriptor:
 
 
 @gluon.jit
+def _introduce(weights, ring, introduced, TUNING: gl.constexpr):
+    """Have the copy engine read the descriptions of weights, which lie in memory and are kept from then on: it is
+    asked for the pair of tiles in front of all there are, for which it reads nothing else and writes zeros."""
+    mbarrier.expect(introduced, len(weights) * TUNING.stage_bytes)
+    for i in gl.static_range(len(weights)):
+        stage = _as_tiles(ring.index(i % 2), weights[i])
+        _copy(weights[i], [-stage.shape[0]] + [0] * (len(stage.shape) - 1), introduced, stage)
+    mbarrier.wait(introduced, 0)
+
+
+@gluon.jit
 def _fetch(
-    gate_up, down, shared_gate_up, shared_down, runs, ring, posted, full, empty, SHAPE: gl.constexpr,
+    gate_up, down, shared_gate_up, shared_down, runs, ring, posted, full, empty, introduced, SHAPE: gl.constexpr,
     TUNING: gl.constexpr,
 ):  # fmt: skip
     """All that one warp does: ask for the tiles of every run that is posted, up to one without slices."""
     pipe = (ring, full, empty)
+    # There is nothing else to do until the first run is posted.
+    if SHAPE.shared > 0:
+        _introduce((gate_up, down, shared_gate_up, shared_down), ring, introduced, TUNING)
+    else:
+        _introduce((gate_up, down), ring, introduced, TUNING)
     number = 0
     turn = 0
     run = _posted_run(runs, posted, number)
@@ -238,11 +266,11 @@ def _posted_run(runs, posted, number):
     """What was posted, as soon as it is."""
     mbarrier.wait(posted.index(number % 2), number // 2 & 1)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    index = gl.arange(0, _RUN_SIZE, layout=LAYOUT)
-    fields = runs.index(number % 2).load(LAYOUT)
+    # Of tensors with one number, the sum is that number.
+    numbers = _reinterpret(runs, gl.int32, [2 * _RUN_SIZE, 1], runs.layout)
     run = ()
     for i in gl.static_range(5):
-        run += (gl.sum(gl.where(index == i, fields, 0), 0),)
+        run += (gl.sum(numbers.index(number % 2 * _RUN_SIZE + i).load(LAYOUT), 0),)
     return run
 
 
@@ -251,44 +279,61 @@ def _posted_run(runs, posted, number):
 
 @gluon.jit
 def _run(
-    place, end, block, tokens, masks, tiles, first_tile, shared_places, SHAPE: gl.constexpr, TUNING: gl.constexpr
+    place, end, block, tokens, masks, tiles, first_tile, shared_places, SHAPE: gl.constexpr, TUNING: gl.constexpr,
+    TOKENS: gl.constexpr,
 ):  # fmt: skip
     """The run that begins at a place of the list: whether it is of the shared expert, its expert, its first slice, how
     many it has, none at the end, and with which rows of down it begins; the expert's tokens as bits, and which tile of
     columns it is for."""
     SLICES: gl.constexpr = SHAPE.intermediate // TUNING.slice
+    COLUMNS: gl.constexpr = TUNING.columns
     last = gl.minimum(place, end - 1)
     expert, mask, of_expert, begin = locate(
-        last - shared_places, masks, tiles, first_tile, SLICES, SHAPE.padded_experts
+        last - shared_places, masks, tiles, first_tile, SLICES, SHAPE.padded_experts, TOKENS, COLUMNS
     )
     begin += shared_places
     shared, slices = 0, SLICES
     if SHAPE.shared > 0:
-        tiles_of_all = (tokens + TUNING.columns - 1) // TUNING.columns
+        tiles_of_all = 1 if TOKENS <= COLUMNS else (tokens + COLUMNS - 1) // COLUMNS
         if last < shared_places:
             shared, expert, of_expert, begin, slices = 1, 0, tiles_of_all, 0, SHAPE.shared // TUNING.slice
-            # All bits up to the last token; in two steps, as there can be as many as there are bits.
-            one = gl.sum(masks * 0, 0) + 1
-            mask = ((one << (tokens - 1).to(masks.dtype)) - 1) * 2 + 1
+            mask = all_of(tokens, masks.dtype)
     first, tile, length = run_at(last - begin, end - begin, block, of_expert, slices, TUNING.run)
     # Programs that add to the same sums begin at different ones, unless they read the same weights at the same time.
     turned = gl.where(of_expert == 1, gl.program_id(0), 0)
     return (shared, expert, first, gl.where(place < end, length, 0), turned), mask, tile
 
 
+@gluon.constexpr_function
+def _steps_at_once(steps):
+    """Of tokens that are loaded and stored as one tensor: their number is a power of two."""
+    return steps & -steps
+
+
 @gluon.jit
-def _all_of_tokens(x, x_stride, mask, tile, STEPS: gl.constexpr, STEP: gl.constexpr, COLUMNS: gl.constexpr,
-                   TOKENS: gl.constexpr):  # fmt: skip
-    """The tokens of a tile of columns, as tensors of a step each."""
+def _load_tokens(x, x_stride, mask, tile, STEPS: gl.constexpr, STEP: gl.constexpr, COLUMNS: gl.constexpr,
+                 TOKENS: gl.constexpr):  # fmt: skip
+    """The tokens of a tile of columns, as tensors of as many steps as can be one."""
+    PARTS: gl.constexpr = 2 * _steps_at_once(STEPS)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8, 1], [1, STEP // 8, 256 // STEP], [2, 1, _WARPS // 2], [1, 2, 0])
     column, real = columns_of(mask, tile, TOKENS, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     k = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    half = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None] * STEP
-    sources = x + column[None, None, :] * x_stride + half + k
+    part = gl.arange(0, PARTS, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None] * STEP
+    sources = x + column[None, None, :] * x_stride + part + k
     values = ()
-    for step in gl.static_range(STEPS):
-        values += (gl.load(sources + step * 2 * STEP, mask=real[None, None, :], other=0.0),)
+    for i in gl.static_range(2 * STEPS // PARTS):
+        values += (gl.load(sources + i * PARTS * STEP, mask=real[None, None, :], other=0.0),)
     return values
+
+
+@gluon.jit
+def _stage_tokens(staged, values, OPERAND: gl.constexpr):
+    """Store what `_load_tokens` has loaded. Few large tensors: there is a barrier between two."""
+    COUNT: gl.constexpr = len(values)
+    PARTS: gl.constexpr = values[0].shape[0]
+    parts = _reinterpret(staged, OPERAND, [COUNT, PARTS, staged.shape[2], staged.shape[3]], staged.layout)
+    for i in gl.static_range(COUNT):
+        parts.index(i).store(_as_operand(values[i], OPERAND))
 
 
 @gluon.jit
@@ -453,7 +498,10 @@ def _work(
     SHAPE: gl.constexpr, TUNING: gl.constexpr, TOKENS: gl.constexpr, FIXED: gl.constexpr, GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """All that the other warps do: routing, and the products of the program's runs. How many programs have any."""
+    """All that the other warps do: routing, and the products of the program's runs. How many programs have any.
+
+    The first tiles take longest: what is not needed to ask for them comes behind, while they are on their way.
+    """
     HIDDEN: gl.constexpr = SHAPE.hidden
     SLICE: gl.constexpr = TUNING.slice
     COLUMNS: gl.constexpr = TUNING.columns
@@ -466,6 +514,10 @@ def _work(
     OPERAND: gl.constexpr = gl.float16 if SIZE == 1 else WORD
     TERMS: gl.constexpr = 2 if OPERAND.is_bf16() else 1
     K_WIDTH: gl.constexpr = 4 // SIZE
+    # Tokens are then the same ones in every run.
+    ONE_TILE: gl.constexpr = TOKENS <= COLUMNS
+    # There are registers for them beside the logits.
+    EARLY: gl.constexpr = ONE_TILE and HIDDEN * COLUMNS <= _MOST_EARLY
     # Gate and up: [tile of the pair, neuron, token]. Four warps have 16 neurons each, of both tiles, or eight of one.
     PAIR: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[_WARPS // 4, 4, 1], instr_shape=[1, 16, 8]
@@ -491,37 +543,34 @@ def _work(
 
     wait_for_previous_kernel()
     let_next_kernel_start()
-    masks, top, divisor = route(logits, correction, tokens, logits_stride, SHAPE, TOKENS, _WARPS)
-    tiles, first_tile = tiles_of_experts(masks, COLUMNS)
+    loaded = load_logits(logits, tokens, logits_stride, SHAPE, TOKENS, _WARPS)
+    if EARLY:
+        values = _load_tokens(x, x_stride, all_of(tokens, gl.int32), 0, STEPS, STEP, COLUMNS, TOKENS)
+    chosen = choose(loaded, correction, tokens, SHAPE, TOKENS, _WARPS)
+    masks = masks_of_experts(chosen, TOKENS, _WARPS)
+    tiles, first_tile, all_tiles = tiles_of_experts(masks, SHAPE.top_k, TOKENS, COLUMNS)
     shared_places = SHAPE.shared // SLICE * ((tokens + COLUMNS - 1) // COLUMNS)
-    places = shared_places + gl.sum(tiles, 0) * (SHAPE.intermediate // SLICE)
-    place, end, length, arriving = range_of(gl.program_id(0), places, gl.num_programs(0), TOKENS > COLUMNS)
-    here, mask, tile = _run(place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING)
+    places = shared_places + all_tiles * (SHAPE.intermediate // SLICE)
+    place, end, length, arriving = range_of(gl.program_id(0), places, gl.num_programs(0), not ONE_TILE)
+    here, mask, tile = _run(
+        place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING, TOKENS
+    )
     number = 0
     turn = 0
     _post_run(runs, posted, number, here)
+    if ONE_TILE:
+        if not EARLY:
+            values = _load_tokens(x, x_stride, all_of(tokens, gl.int32), 0, STEPS, STEP, COLUMNS, TOKENS)
+        _stage_tokens(staged, values, OPERAND)
+    # Read again, or else the compiler puts some of this in front.
+    loaded = load_logits(logits, tokens, logits_stride, SHAPE, TOKENS, _WARPS)
+    top, divisor = divisors(loaded, chosen, tokens, SHAPE, TOKENS, _WARPS)
     while place < end:
         shared, expert, first, slices, turned = here
         neuron = first * SLICE
         place += slices
         number += 1
-        # What takes a round trip to the L2 is asked for first.
-        values = _all_of_tokens(x, x_stride, mask, tile, STEPS, STEP, COLUMNS, TOKENS)
-        of_column, real = columns_of(mask, tile, TOKENS, COLUMNS, BY_COLUMN)
-        share = gl.full([COLUMNS], 1.0, gl.float32, layout=BY_COLUMN)
-        if shared != 0:
-            if GATED:
-                gate_logit = gl.load(logits + of_column * logits_stride + SHAPE.num_experts, mask=real, other=0.0).to(
-                    gl.float32
-                )
-                share = 1 / (1 + gl.exp2(gate_logit * -_LOG2_E))
-        else:
-            share = shares_of(logits, expert, of_column, real, logits_stride, top, divisor, SHAPE)
-        here, next_mask, next_tile = _run(
-            place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING
-        )
-        _post_run(runs, posted, number, here)
-        odd = ((share.to(gl.int32, bitcast=True) & _INFINITY) == _INFINITY).to(gl.int32)
+        # What takes a round trip to memory is asked for first.
         gate_scales, down_scales = gate_up_scale, down_scale
         width = SHAPE.intermediate
         scale_blocks = SHAPE.scale_blocks
@@ -537,17 +586,34 @@ def _work(
             if SHAPE.scales != "none":
                 gate_scales = gl.where(shared != 0, shared_gate_up_scale, gate_scales)
                 down_scales = gl.where(shared != 0, shared_down_scale, down_scales)
-
-        # Gate and up, slice by slice. Scales are loaded a step ahead, as soon as the registers are free.
         first_block = neuron // _SCALE_BLOCK
         if SHAPE.scales == "block":
             blocks = (neuron + slices * SLICE - 1) // _SCALE_BLOCK + 1 - first_block
-            loaded = _load_block_scales(gate_scales, down_scales, first_block, blocks, scale_blocks, SHAPE, BLOCKS)
-        for i in gl.static_range(STEPS):
-            staged.index(i).store(_as_operand(values[i], OPERAND))
+            of_blocks = _load_block_scales(gate_scales, down_scales, first_block, blocks, scale_blocks, SHAPE, BLOCKS)
+        if not ONE_TILE:
+            loading = _load_tokens(x, x_stride, mask, tile, STEPS, STEP, COLUMNS, TOKENS)
+        here, next_mask, next_tile = _run(
+            place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING, TOKENS
+        )
+        of_column, real = columns_of(mask, tile, TOKENS, COLUMNS, BY_COLUMN)
+        share = gl.full([COLUMNS], 1.0, gl.float32, layout=BY_COLUMN)
+        if shared != 0:
+            if GATED:
+                gate_logit = gl.load(logits + of_column * logits_stride + SHAPE.num_experts, mask=real, other=0.0).to(
+                    gl.float32
+                )
+                share = 1 / (1 + gl.exp2(gate_logit * -_LOG2_E))
+        else:
+            share = shares_of(logits, expert, of_column, real, logits_stride, top, divisor, SHAPE, TOKENS)
+        if not ONE_TILE:
+            _stage_tokens(staged, loading, OPERAND)
+        _post_run(runs, posted, number, here)
+        odd = ((share.to(gl.int32, bitcast=True) & _INFINITY) == _INFINITY).to(gl.int32)
+
+        # Gate and up, slice by slice.
         if SHAPE.scales == "block":
             for i in gl.static_range(2):
-                block_scales[i].index(0).store(loaded[i])
+                block_scales[i].index(0).store(of_blocks[i])
         for g in range(slices):
             gates = gl.zeros([2, SLICE, COLUMNS], gl.float32, layout=PAIR)
             ups = gl.zeros([2, SLICE, COLUMNS], gl.float32, layout=PAIR)
@@ -674,6 +740,8 @@ def moe_kernel(
     posted = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    introduced = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    mbarrier.init(introduced, count=1)
     for i in gl.static_range(2):
         mbarrier.init(posted.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -692,7 +760,8 @@ def moe_kernel(
             (
                 _fetch,
                 (
-                    gate_up, down, shared_gate_up, shared_down, runs, ring, posted, full, empty, SHAPE, TUNING,
+                    gate_up, down, shared_gate_up, shared_down, runs, ring, posted, full, empty, introduced, SHAPE,
+                    TUNING,
                 ),
             ),
         ],

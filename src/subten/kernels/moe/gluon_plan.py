@@ -127,8 +127,9 @@ def plan_gluon_moe(
 
 
 def padded_tokens(tokens: int) -> int:
-    """Of tensors with a place for each: a power of two, at least one for each warp."""
-    return max(WARPS, power_of_two(tokens))
+    """Of tensors with a place for each: a power of two, at least one for each warp. A single token is routed by every
+    warp, so that they have nothing to tell each other."""
+    return 1 if tokens == 1 else max(WARPS, power_of_two(tokens))
 
 
 def fits(shape: MoEShape, tuning: GluonMoETuning) -> bool:

@@ -55,12 +55,16 @@ def run_at(place, end, block, tiles, slices, LONGEST):
         slices: of the expert.
         LONGEST: run that there is room for. What is longer is cut evenly.
     """
-    block = block if tiles > 1 else slices
-    number = place // (block * tiles)
-    width = min(block, slices - number * block)
-    place_in_block = place - number * block * tiles
-    tile = place_in_block // width
-    first = place_in_block - tile * width
-    left = min(width - first, end - place)
-    runs = (left + LONGEST - 1) // LONGEST
-    return number * block + first, tile, (left + runs - 1) // runs
+    # Divisions take long, and hardly any run needs one: most experts have one tile, most runs fit.
+    begin, tile, first, width = 0, 0, place, slices
+    if tiles > 1:
+        number = place // (block * tiles)
+        begin = number * block
+        width = min(block, slices - begin)
+        tile = (place - begin * tiles) // width
+        first = place - begin * tiles - tile * width
+    length = min(width - first, end - place)
+    if length > LONGEST:
+        runs = (length + LONGEST - 1) // LONGEST
+        length = (length + runs - 1) // runs
+    return begin + first, tile, length
