@@ -396,13 +396,11 @@ def _row_scales(scales, step, row, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_gate_up(rows, values, scale, total, SHAPE: gl.constexpr):
-    """A step of the sums of gate or of up, those of both tiles."""
-    wide = _wide(rows, values.dtype)
-    if SHAPE.scales == "block":
-        return total + mma_v2(wide, values, gl.zeros_like(total)) * scale[:, None, None]
-    else:
-        return mma_v2(wide, values, total)
+def _add_scaled(total, rows, tokens, scales):
+    """A step of the sums of gate or of up, those of both tiles, each with a scale in shared memory."""
+    OF_TILE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, total.type.layout))
+    product = mma_v2(_wide(rows, tokens.dtype), tokens, gl.zeros_like(total))
+    return total + product * scales.load(OF_TILE)[:, None, None]
 
 
 @gluon.jit
@@ -524,7 +522,6 @@ def _work(
     )
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PAIR, K_WIDTH)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, PAIR, K_WIDTH)
-    OF_TILE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, PAIR))
     # Their sums, and down: [neuron or row, token].
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[_WARPS, 1], instr_shape=[16, 8])
     BY_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
@@ -618,6 +615,9 @@ def _work(
             gates = gl.zeros([2, SLICE, COLUMNS], gl.float32, layout=PAIR)
             ups = gl.zeros([2, SLICE, COLUMNS], gl.float32, layout=PAIR)
             block = (neuron + g * SLICE) // _SCALE_BLOCK - first_block
+            if SHAPE.scales == "channel":
+                row = gate_scales + neuron + g * SLICE + gl.arange(0, SLICE, layout=BY_ROW)
+                gate_scale, up_scale = gl.load(row)[:, None], gl.load(row + width)[:, None]
             for step in range(STEPS):
                 at = turn % STAGES
                 mbarrier.wait(full.index(at), turn // STAGES & 1)
@@ -626,21 +626,19 @@ def _work(
                 up_rows = pair.index(1).load(LEFT)
                 mbarrier.arrive(empty.index(at), count=1)
                 operand = staged.index(step).load(RIGHT)
-                gate_scale, up_scale = 1.0, 1.0
                 if SHAPE.scales == "block":
                     of_step = (block * (SCALES // 2) + step) * 2
-                    gate_scale, up_scale = (
-                        of_gate_up.index(of_step).load(OF_TILE), of_gate_up.index(of_step + 1).load(OF_TILE)
-                    )
-                gates = _multiply_gate_up(gate_rows, operand, gate_scale, gates, SHAPE)
-                ups = _multiply_gate_up(up_rows, operand, up_scale, ups, SHAPE)
+                    gates = _add_scaled(gates, gate_rows, operand, of_gate_up.index(of_step))
+                    ups = _add_scaled(ups, up_rows, operand, of_gate_up.index(of_step + 1))
+                else:
+                    gates = mma_v2(_wide(gate_rows, OPERAND), operand, gates)
+                    ups = mma_v2(_wide(up_rows, OPERAND), operand, ups)
                 turn += 1
             gate = gl.convert_layout(gl.sum(gates, 0), ACC)
             up = gl.convert_layout(gl.sum(ups, 0), ACC)
             if SHAPE.scales == "channel":
-                row = neuron + g * SLICE + gl.arange(0, SLICE, layout=BY_ROW)
-                gate *= gl.load(gate_scales + row)[:, None]
-                up *= gl.load(gate_scales + width + row)[:, None]
+                gate *= gate_scale
+                up *= up_scale
             inner = ACTIVATION(gate, up)
             # Brought to at most two, lest it overflow in 16 bit.
             largest = gl.max(inner.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 0)

@@ -20,15 +20,14 @@ WARPS = 8
 REGISTERS = 65536 // (32 * (WARPS + 4)) // 8 * 8
 """Of a thread when a program starts. The warp that fetches is counted as four, keeps few, and the others get them."""
 _SHARED_MEMORY = 227 << 10
-_BESIDE_L1 = 195 << 10
-"""With more, the L1, through which scales are read, shrinks from 60 KiB to 28."""
 _BESIDE = 1 << 10
 """Barriers, smaller reductions, and what the driver has of a multiprocessor."""
 _LONGEST_RUN = 15
 """With 16, there are up to nine blocks of scales, and so room for 16."""
-_USUAL_RUN = 12
+_USUAL_RUN = 11
 """Hardly any program has longer ones."""
-_MOST_STAGES = 6
+_STAGES_OF_ONE_TILE, _STAGES_OF_MANY = 4, 3
+"""More are no faster, and slower where programs next to each other wait for the same weights."""
 FINISH_BYTES = 32 << 10
 """Of sums that one program turns into output in one round trip to the L2: 16 numbers for each of its threads."""
 
@@ -81,38 +80,35 @@ def blocks_of_run(run: int) -> int:
     return int(1 << (run // (SCALE_BLOCK // SLICE)).bit_length())
 
 
-def longest_run(shape: MoEShape, columns: int, stages: int, memory: int = _SHARED_MEMORY) -> int:
+def longest_run(shape: MoEShape, columns: int, stages: int) -> int:
     """Slices that there is room for in shared memory between gate and up and down; 0 where there is none."""
     terms = 2 if shape.scales == "none" else 1
     tokens = 2 * shape.hidden * columns
     # Between warps: sums of both halves of a pair for gate and up; before, of every expert its tokens as bits.
     exchanged = 8 * max(SLICE * columns, WARPS * shape.padded_experts)
     scales = 12 * blocks_of_run(_LONGEST_RUN) * row_of_scales(shape) if shape.scales == "block" else 0
-    free = memory - _BESIDE - stages * 4 * SLICE * LINE - tokens - exchanged - scales
+    free = _SHARED_MEMORY - _BESIDE - stages * 4 * SLICE * LINE - tokens - exchanged - scales
     return max(0, min(_LONGEST_RUN, free // (columns * (2 * terms * SLICE + 4))))
 
 
 def tile_columns(shape: MoEShape, tokens: int) -> int:
-    """16 where an expert can be expected to have more than 8 tokens, and there is room for four stages beside them.
+    """16 where an expert can be expected to have more than 8 tokens, and there is room for three stages beside them.
     Of experts with 16 tokens on average, those with more than 8 are so many that two stages will do."""
     expected = tokens * shape.top_k / shape.num_experts
-    stages = 4 if expected < 16 else 2
+    stages = _STAGES_OF_MANY if expected < 16 else 2
     return 16 if tokens > 8 and expected > 5 and longest_run(shape, 16, stages) >= _USUAL_RUN else 8
 
 
 def tune_gluon_moe(shape: MoEShape, tokens: int) -> GluonMoETuning:
-    """What was fastest on an H200, see docs/kernels/moe.md: as many stages as there is room for beside the L1, or,
-    where these are fewer than three, without it."""
+    """What was fastest on an H200, see docs/kernels/moe.md, or fewer stages, where there is no room for these and a run
+    of usual length."""
     columns = tile_columns(shape, tokens)
+    most = _STAGES_OF_ONE_TILE if tokens <= columns else _STAGES_OF_MANY
     return next(
         GluonMoETuning(SLICE, columns, run, stages)
-        for memory, fewest, least in (
-            (_BESIDE_L1, 3, _USUAL_RUN),
-            (_SHARED_MEMORY, 2, _USUAL_RUN),
-            (_SHARED_MEMORY, 2, 1),
-        )
-        for stages in range(_MOST_STAGES, fewest - 1, -1)
-        if (run := longest_run(shape, columns, stages, memory)) >= least
+        for least in (_USUAL_RUN, 1)
+        for stages in range(most, 1, -1)
+        if (run := longest_run(shape, columns, stages)) >= least
     )
 
 
