@@ -555,13 +555,14 @@ def _work(
     number = 0
     turn = 0
     _post_run(runs, posted, number, here)
-    if ONE_TILE:
-        if not EARLY:
-            values = _load_tokens(x, x_stride, all_of(tokens, gl.int32), 0, STEPS, STEP, COLUMNS, TOKENS)
-        _stage_tokens(staged, values, OPERAND)
-    # Read again, or else the compiler puts some of this in front.
+    # Read again, or else the compiler would put some of this in front. So it would with tokens but for the condition.
     loaded = load_logits(logits, tokens, logits_stride, SHAPE, TOKENS, _WARPS)
     top, divisor = divisors(loaded, chosen, tokens, SHAPE, TOKENS, _WARPS)
+    if ONE_TILE:
+        if place < end:
+            if not EARLY:
+                values = _load_tokens(x, x_stride, all_of(tokens, gl.int32), 0, STEPS, STEP, COLUMNS, TOKENS)
+            _stage_tokens(staged, values, OPERAND)
     while place < end:
         shared, expert, first, slices, turned = here
         neuron = first * SLICE
