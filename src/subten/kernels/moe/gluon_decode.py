@@ -558,11 +558,10 @@ def _work(
     # Read again, or else the compiler would put some of this in front. So it would with tokens but for the condition.
     loaded = load_logits(logits, tokens, logits_stride, SHAPE, TOKENS, _WARPS)
     top, divisor = divisors(loaded, chosen, tokens, SHAPE, TOKENS, _WARPS)
-    if ONE_TILE:
-        if place < end:
-            if not EARLY:
-                values = _load_tokens(x, x_stride, all_of(tokens, gl.int32), 0, STEPS, STEP, COLUMNS, TOKENS)
-            _stage_tokens(staged, values, OPERAND)
+    if ONE_TILE and place < end:
+        if not EARLY:
+            values = _load_tokens(x, x_stride, all_of(tokens, gl.int32), 0, STEPS, STEP, COLUMNS, TOKENS)
+        _stage_tokens(staged, values, OPERAND)
     while place < end:
         shared, expert, first, slices, turned = here
         neuron = first * SLICE
