@@ -77,8 +77,8 @@ _INFINITY = gl.constexpr(0x7F800000)
 _MOST_EARLY = gl.constexpr(64 * 2 * 32 * WARPS)
 """Numbers of tokens that are loaded before the routing: 64 registers of each thread."""
 _FINISH_BLOCK = gl.constexpr(FINISH_BYTES // 8)
-_RUN_SIZE = gl.constexpr(8)
-"""Of a run that is posted: a place for each of its numbers, and a power of two."""
+_RUN_SIZE = gl.constexpr(4)
+"""Numbers that say what a run is."""
 
 
 @gluon.jit
@@ -211,7 +211,7 @@ def _fetch_run(gate_up, down, run, turn, pipe, SHAPE: gl.constexpr, TUNING: gl.c
     """Gate and up slice by slice, then down rows by rows. `turn` counts the pairs of a program."""
     PAIRS: gl.constexpr = SHAPE.hidden // (2 * gate_up.block_shape[3])
     TILES: gl.constexpr = SHAPE.hidden // down.block_shape[1]
-    _, expert, first, slices, turned = run
+    _, expert, first, slices = run
     for member in range(first, first + slices):
         for pair in range(PAIRS):
             stage, bar = _free_stage(turn, pipe, TUNING)
@@ -219,7 +219,7 @@ def _fetch_run(gate_up, down, run, turn, pipe, SHAPE: gl.constexpr, TUNING: gl.c
             turn += 1
     begin = expert * (SHAPE.intermediate // TUNING.slice) + first
     for number in range(TILES // 2):
-        rows = 2 * _rows_at(number, turned, TILES // 2)
+        rows = 2 * _rows_at(number, first, TILES // 2)
         for member in range(begin, begin + slices):
             stage, bar = _free_stage(turn, pipe, TUNING)
             _copy(down, [member * TILES + rows, 0, 0], bar, _as_tiles(stage, down))
@@ -228,9 +228,10 @@ def _fetch_run(gate_up, down, run, turn, pipe, SHAPE: gl.constexpr, TUNING: gl.c
 
 
 @gluon.jit
-def _rows_at(number, turned, STEPS: gl.constexpr):
-    """Which rows of down come as the `number`-th, if they begin at the `turned`-th and go round."""
-    return (number + turned) % STEPS
+def _rows_at(number, first, STEPS: gl.constexpr):
+    """Which rows of down come as the `number`-th in a run. Runs begin at different ones, so that programs do not all
+    add to the same sums, but for those that read the same slices at the same time."""
+    return (number + first) % STEPS
 
 
 @gluon.jit
@@ -269,7 +270,7 @@ def _posted_run(runs, posted, number):
     # Of tensors with one number, the sum is that number.
     numbers = _reinterpret(runs, gl.int32, [2 * _RUN_SIZE, 1], runs.layout)
     run = ()
-    for i in gl.static_range(5):
+    for i in gl.static_range(_RUN_SIZE):
         run += (gl.sum(numbers.index(number % 2 * _RUN_SIZE + i).load(LAYOUT), 0),)
     return run
 
@@ -282,9 +283,8 @@ def _run(
     place, end, block, tokens, masks, tiles, first_tile, shared_places, SHAPE: gl.constexpr, TUNING: gl.constexpr,
     TOKENS: gl.constexpr,
 ):  # fmt: skip
-    """The run that begins at a place of the list: whether it is of the shared expert, its expert, its first slice, how
-    many it has, none at the end, and with which rows of down it begins; the expert's tokens as bits, and which tile of
-    columns it is for."""
+    """The run that begins at a place of the list: whether it is of the shared expert, its expert, its first slice and
+    how many it has, none at the end; the expert's tokens as bits, and which tile of columns it is for."""
     SLICES: gl.constexpr = SHAPE.intermediate // TUNING.slice
     COLUMNS: gl.constexpr = TUNING.columns
     last = gl.minimum(place, end - 1)
@@ -299,9 +299,7 @@ def _run(
             shared, expert, of_expert, begin, slices = 1, 0, tiles_of_all, 0, SHAPE.shared // TUNING.slice
             mask = all_of(tokens, masks.dtype)
     first, tile, length = run_at(last - begin, end - begin, block, of_expert, slices, TUNING.run)
-    # Programs that add to the same sums begin at different ones, unless they read the same weights at the same time.
-    turned = gl.where(of_expert == 1, gl.program_id(0), 0)
-    return (shared, expert, first, gl.where(place < end, length, 0), turned), mask, tile
+    return (shared, expert, first, gl.where(place < end, length, 0)), mask, tile
 
 
 @gluon.constexpr_function
@@ -563,7 +561,7 @@ def _work(
             values = _load_tokens(x, x_stride, all_of(tokens, gl.int32), 0, STEPS, STEP, COLUMNS, TOKENS)
         _stage_tokens(staged, values, OPERAND)
     while place < end:
-        shared, expert, first, slices, turned = here
+        shared, expert, first, slices = here
         neuron = first * SLICE
         place += slices
         number += 1
@@ -657,9 +655,9 @@ def _work(
         row = gl.arange(0, ROWS, layout=BY_ROW)
         outputs = sums + of_column[None, :] * HIDDEN + row[:, None]
         peak = gl.zeros([16 * _WARPS, COLUMNS], gl.float32, layout=ACC)
-        scales = _row_scales(down_scales, turned, row, SHAPE)
-        for number_of_rows in range(DOWN_STEPS):
-            step = _rows_at(number_of_rows, turned, DOWN_STEPS)
+        scales = _row_scales(down_scales, first, row, SHAPE)
+        for turned in range(DOWN_STEPS):
+            step = _rows_at(turned, first, DOWN_STEPS)
             nothing = gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC)
             added = (nothing, nothing)
             for g in range(slices):
