@@ -538,7 +538,7 @@ def _work(
 
     wait_for_previous_kernel()
     let_next_kernel_start()
-    loaded = load_logits(logits, tokens, logits_stride, SHAPE, TOKENS, _WARPS)
+    loaded = load_logits(logits, tokens, logits_stride, False, SHAPE, TOKENS, _WARPS)
     if EARLY:
         values = _load_tokens(x, x_stride, all_of(tokens, gl.int32), 0, STEPS, STEP, COLUMNS, TOKENS)
     chosen = choose(loaded, correction, tokens, SHAPE, TOKENS, _WARPS)
@@ -554,7 +554,7 @@ def _work(
     turn = 0
     _post_run(runs, posted, number, here)
     # Read again, or else the compiler would put some of this in front. So it would with tokens but for the condition.
-    loaded = load_logits(logits, tokens, logits_stride, SHAPE, TOKENS, _WARPS)
+    loaded = load_logits(logits, tokens, logits_stride, True, SHAPE, TOKENS, _WARPS)
     top, divisor = divisors(loaded, chosen, tokens, SHAPE, TOKENS, _WARPS)
     if ONE_TILE and place < end:
         if not EARLY:

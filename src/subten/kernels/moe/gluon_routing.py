@@ -96,15 +96,19 @@ def _only(flag, values):
 
 
 @gluon.jit
-def load_logits(logits, tokens, logits_stride, SHAPE: gl.constexpr, TOKENS: gl.constexpr, WARPS: gl.constexpr):
+def load_logits(
+    logits, tokens, logits_stride, AGAIN: gl.constexpr, SHAPE: gl.constexpr, TOKENS: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
     """[tokens, experts] in the type that they have. Where there is none, there is another one: loads without a mask
-    are all asked for at once."""
+    are all asked for at once. What is loaded again, from the L1, the compiler does not take for the same."""
     GRID: gl.constexpr = grid_layout(SHAPE.padded_experts, WARPS)
     token = gl.minimum(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, GRID)), tokens - 1)[:, None]
     expert = gl.arange(0, SHAPE.padded_experts, layout=gl.SliceLayout(0, GRID))[None, :]
     if SHAPE.num_experts < SHAPE.padded_experts:
         expert = gl.minimum(expert, SHAPE.num_experts - 1)
-    return gl.load(logits + token * logits_stride + expert)
+    sources = logits + token * logits_stride + expert
+    return gl.load(sources, cache_modifier=".ca") if AGAIN else gl.load(sources)
 
 
 @gluon.jit
