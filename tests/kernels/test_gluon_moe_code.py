@@ -52,6 +52,15 @@ def test_the_loops_over_weights(compiled: dict[str, dict], name: str, columns: i
     assert result["additions"] > 0
 
 
+def test_weights_of_one_token_are_asked_for_at_once(compiled: dict[str, dict]) -> None:
+    """Every warp finds the first run without the others and tells the one that fetches. Tokens may be on their way,
+    but are not waited for, and what they count for comes later."""
+    opcodes = compiled[ONE_TOKEN]["first"]
+    assert opcodes["BAR"] == 1
+    assert opcodes["REDUX"] <= 4
+    assert not {"SHFL", "LDS", "F2FP", "HMMA"} & set(opcodes)
+
+
 def test_no_stage_is_given_back_that_a_warp_has_yet_to_read(compiled: dict[str, dict]) -> None:
     """The compiler puts the barrier there: the kernel does not ask for it."""
     assert not any(result["unguarded"] for result in compiled.values())

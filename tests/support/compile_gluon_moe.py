@@ -34,6 +34,7 @@ class Compiled:
         gate_up: opcodes of the loop over gate and up, and how often they occur.
         down: likewise, of down.
         additions: to sums in memory, once for all slices of a run.
+        first: opcodes between the end of the kernel before and the first posted run, and how often they occur.
         unguarded: signs that a stage is free that can come behind reads of it without a barrier between.
     """
 
@@ -44,6 +45,7 @@ class Compiled:
     gate_up: dict[str, int]
     down: dict[str, int]
     additions: int
+    first: dict[str, int]
     unguarded: list[str]
 
 
@@ -72,6 +74,9 @@ def compile_one(name: str, folder: Path) -> Compiled:
     innermost = [text for text in products if not any(other in text for other in products if other != text)]
     # Behind them come ways back from where a warp waits for a barrier.
     gate_up, down, *_ = (Counter(map(opcode, text.split("\n"))) for text in innermost)
+    texts = [text for _, text in code.sass]
+    begin = next(place for place, text in enumerate(texts) if "ACQBULK" in text)
+    posted = next(place for place, text in enumerate(texts) if place > begin and "SYNCS.ARRIVE" in text)
     added = next(text for text in products if "REDG" in text)
     return Compiled(
         name,
@@ -81,6 +86,7 @@ def compile_one(name: str, folder: Path) -> Compiled:
         dict(gate_up.most_common()),
         dict(down.most_common()),
         added.count("REDG"),
+        dict(Counter(map(opcode, texts[begin:posted])).most_common()),
         code.reachable("LDSM", "ARRIVE.TRANS64.A1T0", "BAR.SYNC"),
     )
 
