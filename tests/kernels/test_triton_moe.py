@@ -9,7 +9,7 @@ import torch
 
 from subten.errors import KernelUnavailableError
 from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH
-from subten.kernels.moe import RouterSpec, moe_reference, route
+from subten.kernels.moe import RouterSpec, moe_reference, one_launch, route
 from subten.kernels.moe.packing import cut_down, wide_down
 from subten.kernels.moe.plan import MoEShape, most_items, plan_moe, tune_moe
 from subten.kernels.moe.triton_decode import MoEScratch, moe_decode
@@ -223,6 +223,34 @@ def test_prompts_go_another_way() -> None:
     weights, x = block(RENORMALISED, shared=32), tokens(MOST_TOKENS_OF_A_LAUNCH + 1)
     result = TritonMoE()(x, weights)
     assert error(result, moe_reference(x.float(), _in_float32(weights)).double()) < 2e-2
+
+
+def test_prompts_with_experts_in_fp8_go_through_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restoring all experts in 16 bit takes longer: no weight is."""
+    monkeypatch.setattr(one_launch, "moe_unfused", None)
+    moe, weights, count = TritonMoE(), block(RENORMALISED, "channel", shared=32), MOST_TOKENS_OF_A_LAUNCH + 9
+    x, residual = tokens(count), tokens(count, seed=3)
+    logits = logits_of(x, weights)
+    result = moe(x, weights, logits=logits, residual=residual, factor=0.5)
+    exact = residual.double() + 0.5 * expected(x, weights, logits)
+    assert error(result, exact) <= 4e-3
+    alone = moe(x[-9:], weights, logits=logits[-9:], residual=residual[-9:], factor=0.5)
+    assert torch.equal(result[-9:], alone)
+    assert moe(x, weights).shape == x.shape
+
+
+@pytest.mark.parametrize(("kind", "count", "unfused"), [("bf16", 65, 1), ("channel", 80, 0), ("channel", 81, 1)])
+def test_which_prompts_go_through_grouped_gemms(
+    kind: str, count: int, unfused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(one_launch, "MOST_TOKENS_IN_LAUNCHES", 80)
+    monkeypatch.setattr(one_launch, "moe_unfused", lambda x, *_, **__: calls.append(x) or x)
+    moe = TritonMoE()
+    monkeypatch.setattr(moe, "launch", lambda x, *_: x)
+    x = tokens(count)
+    assert torch.equal(moe(x, block(RENORMALISED, kind)), x)
+    assert len(calls) == unfused
 
 
 def test_what_it_does_not_serve_is_refused() -> None:

@@ -416,8 +416,8 @@ def _multiply_down(rows, inner):
 
 @gluon.jit
 def _times_blocks(product, scales, units):
-    """Times the scales of its blocks of rows and the factors of its columns, both in shared memory: one multiplication
-    for each number, as the product of both factors is known once for a block."""
+    """Times the scales of its blocks of rows and the factors of its columns, both in shared memory: one
+    multiplication for each number, as the product of both factors is known once for a block."""
     ROWS: gl.constexpr = product.shape[0]
     COLUMNS: gl.constexpr = product.shape[1]
     blocks = product.reshape([ROWS // _SCALE_BLOCK, _SCALE_BLOCK, COLUMNS])

@@ -1,5 +1,7 @@
 """What the Gluon mixture-of-experts kernel is told beyond its tensors, and how a launch is split."""
 
+# mypy: allow-untyped-decorators
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -76,7 +78,7 @@ def row_of_scales(shape: MoEShape) -> int:
 
 @gluon.constexpr_function
 def blocks_of_run(run: int) -> int:
-    """Places for blocks of neurons that a run of so many slices can touch: the first may be the second of its block."""
+    """Places for blocks of neurons that so many slices can touch: the first may be the second of its block."""
     return int(1 << (run // (SCALE_BLOCK // SLICE)).bit_length())
 
 
@@ -100,8 +102,8 @@ def tile_columns(shape: MoEShape, tokens: int) -> int:
 
 
 def tune_gluon_moe(shape: MoEShape, tokens: int) -> GluonMoETuning:
-    """What was fastest on an H200, see docs/kernels/moe.md, or fewer stages, where there is no room for these and a run
-    of usual length."""
+    """What was fastest on an H200, see docs/kernels/moe.md, or fewer stages, where there is no room for these and a
+    run of usual length."""
     columns = tile_columns(shape, tokens)
     most = _STAGES_OF_ONE_TILE if tokens <= columns else _STAGES_OF_MANY
     return next(

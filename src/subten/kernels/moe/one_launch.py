@@ -17,6 +17,10 @@ from subten.kernels.moe.plan import MoEPlan, MoEShape
 from subten.kernels.moe.triton_decode import MoEScratch
 from subten.kernels.moe.unfused import moe_unfused
 
+MOST_TOKENS_IN_LAUNCHES = 1024
+"""Of experts in FP8 in launches one behind the other: grouped GEMMs take experts in 16 bit, in which all of them
+would be restored in every call. docs/kernels/moe.md says what that costs."""
+
 Plan = TypeVar("Plan", MoEPlan, GluonMoEPlan)
 
 
@@ -39,20 +43,33 @@ class OneLaunchMoE(ABC, Generic[Plan]):
         residual: Tensor | None = None,
         factor: float = 1.0,
     ) -> Tensor:
-        """Up to `MOST_TOKENS_OF_A_LAUNCH` tokens in one launch behind the router's product, more by grouped GEMMs.
+        """Up to `MOST_TOKENS_OF_A_LAUNCH` tokens in one launch behind the router's product; more by grouped GEMMs,
+        or, of experts in FP8, up to `MOST_TOKENS_IN_LAUNCHES` in several launches.
 
         Raises:
             KernelUnavailableError: the experts are of a kind that the kernel does not serve.
         """
-        if len(x) > MOST_TOKENS_OF_A_LAUNCH:
-            return moe_unfused(x, weights, logits=logits, residual=residual, factor=factor)
         reason = self.refuse(weights) or _no_fp8(weights)
+        if len(x) > MOST_TOKENS_OF_A_LAUNCH:
+            if reason is None and weights.gate_up.dtype == E4M3 and len(x) <= MOST_TOKENS_IN_LAUNCHES:
+                return self._in_launches(x, weights, logits, residual, factor)
+            return moe_unfused(x, weights, logits=logits, residual=residual, factor=factor)
         if reason is not None:
             raise KernelUnavailableError(f"the {self.name} kernel does not serve these experts: {reason}")
         if not len(x):
             return torch.empty_like(x)
         plan = self.plan(MoEShape.of(weights), len(x), x.device)
         return self.launch(x, weights, plan, self._scratch_of(weights, x.device), logits, residual, factor)
+
+    def _in_launches(
+        self, x: Tensor, weights: MoEWeights, logits: Tensor | None, residual: Tensor | None, factor: float
+    ) -> Tensor:
+        outputs = []
+        for first in range(0, len(x), MOST_TOKENS_OF_A_LAUNCH):
+            some = slice(first, first + MOST_TOKENS_OF_A_LAUNCH)
+            of_some, onto = (None if tensor is None else tensor[some] for tensor in (logits, residual))
+            outputs.append(self(x[some], weights, logits=of_some, residual=onto, factor=factor))
+        return torch.cat(outputs)
 
     @abstractmethod
     def refuse(self, weights: MoEWeights) -> str | None:
