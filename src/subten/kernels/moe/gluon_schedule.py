@@ -27,8 +27,8 @@ def range_of(number, places, programs, TILED):
         places: of the whole list.
         programs: that there are.
         TILED: whether an expert can have several tiles. Ranges are of the same length then, but for the last, so
-            that programs next to each other stay at the same slices. Otherwise they differ by one at most, and everyone
-            has some: what is left at the end, when some have done their part, is read faster by the others.
+            that programs next to each other stay at the same slices. Otherwise they differ by one at most, and all
+            have some: what is left at the end, when some have done their part, is read faster by the others.
     """
     length = (places + programs - 1) // programs
     if TILED:
