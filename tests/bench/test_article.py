@@ -196,3 +196,13 @@ def test_a_document_without_a_place_for_results(tmp_path: Path) -> None:
 def test_rows_of_a_file_are_those_of_the_run(results: Path) -> None:
     (read,) = Published.read(results).moe.rows
     assert read == json.loads(json.dumps(asdict(MOE)))
+
+
+def test_a_remark_is_told_and_its_tail_is_no_claim(results: Path, machine) -> None:
+    disturbed = step(4, "kv2", "fused", 2.5, p99_over_p50=3.0, note="another benchmark ran on this host")
+    (results / "latency_h200.json").write_bytes(latency_json(machine, [*STEPS, disturbed], LARGEST))
+    text = render(Published.read(results))
+    assert r"2.50 / 2.55\*" in text
+    assert r"- \* another benchmark ran on this host" in text
+    assert "p99/p50 of fused steps over `kv2` is 1.020" in text
+    assert "3.000" not in text

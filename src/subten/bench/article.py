@@ -122,7 +122,11 @@ def _claims(found: Published) -> str:
         for row in _in_order(largest)
         if row["kv"] in (_OURS, "bf16")
     ]
-    ratios = [row["p99_over_p50"] for row in steps if row["moe"] == "fused" and row["kv"] == _OURS]
+    ratios = [
+        row["p99_over_p50"]
+        for row in steps
+        if row["moe"] == "fused" and row["kv"] == _OURS and row["note"] is None
+    ]
     if ratios:
         lines.append(
             [
@@ -150,11 +154,14 @@ def _steps(measured: Measured) -> str:
         lines = []
         for context, kv, moe in _unique((r["context"], r["kv"], r["moe"]) for r in _in_order(own)):
             of = {r["batch"]: r for r in own if (r["context"], r["kv"], r["moe"]) == (context, kv, moe)}
-            cells = [f"{of[b]['p50_ms']:.2f} / {of[b]['p99_ms']:.2f}" if b in of else "" for b in batches]
+            cells = [_times(of[batch]) if batch in of else "" for batch in batches]
             host = _figure(of[max(of)]["host_ms"], ".2f")
             lines.append([context_name(context), kv, moe, *cells, host])
         head = ["context", "KV", "MoE", *(f"batch {batch}" for batch in batches), "host"]
         parts += [f"`{shape}`:", _table(head, lines, names=3)]
+    remarks = _unique(f"- \\* {row['note']}" for row in rows if row["note"])
+    if remarks:
+        parts.append("\n".join(remarks))
     reasons = _unique(f"- {_named(row)}: {row['note']}" for row in measured.rows if row["p50_ms"] is None)
     if reasons:
         parts += ["Without a figure:", "\n".join(reasons)]
@@ -163,11 +170,20 @@ def _steps(measured: Measured) -> str:
     return "\n\n".join(parts)
 
 
+def _times(row: Row) -> str:
+    """With a star, where there is a remark."""
+    return f"{row['p50_ms']:.2f} / {row['p99_ms']:.2f}" + r"\*" * bool(row["note"])
+
+
 def _profiles(measured: Measured) -> str:
     rows = [row for row in _with_figures(measured) if row["profile"]]
     if not rows:
         return ""
-    parts = ["### Where the time of a step goes", "Kernels of one step, by what all launches of each take together."]
+    parts = [
+        "### Where the time of a step goes",
+        "Kernels of one step, by what all launches of each take together. A kernel may begin before the one in front of "
+        "it has ended, and waits for it then: what is said here includes that, and so adds up to more than a step takes.",
+    ]
     for row in _in_order(rows):
         profile = row["profile"]
         lines = [
