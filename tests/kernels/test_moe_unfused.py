@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from subten.kernels.moe import RouterSpec, moe_reference, route
+from subten.kernels.moe.packing import cut_down, wide_down, wide_gate_up
 from subten.kernels.moe.unfused import moe_unfused
 from support.moe import block, error, expected, logits_of, poisoned, tokens
 
@@ -81,3 +82,26 @@ def test_nothing_goes_back_to_the_host() -> None:
         moe_unfused(x, weights)
     with pytest.raises(AssertionError, match="nonzero"), OnDevice():
         (x > 0).nonzero()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["channel", "block"])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(256, 128), (192, 96)])
+def test_weights_are_restored_with_one_rounding(hidden, intermediate, kind, dtype) -> None:
+    experts = block(RULE, kind, hidden=hidden, intermediate=intermediate).experts
+
+    def restored(codes, scale):
+        if kind == "block":
+            rows, columns = (torch.arange(size) // 128 for size in codes.shape[1:])
+            return (codes.float() * scale[:, rows][:, :, columns]).to(dtype)
+        return (codes.float() * scale[..., None]).to(dtype)
+
+    halves = zip(experts.gate_up.view(torch.uint8).chunk(2, 1), experts.gate_up_scale.chunk(2, 1), strict=True)
+    gate_up = torch.cat([restored(half.view(experts.gate_up.dtype), scale) for half, scale in halves], 1)
+    assert torch.equal(wide_gate_up(experts, slice(None), dtype), gate_up)
+    down = restored(experts.down, experts.down_scale)
+    assert torch.equal(wide_down(experts, slice(1, 3), dtype), down[1:3])
+    before = experts.down.view(torch.uint8).clone()
+    cut = cut_down(block(RULE, kind, hidden=hidden, intermediate=intermediate), 32).experts
+    assert torch.equal(wide_down(cut, slice(None), dtype), down)
+    assert torch.equal(experts.down.view(torch.uint8), before)

@@ -123,9 +123,7 @@ def _claims(found: Published) -> str:
         if row["kv"] in (_OURS, "bf16")
     ]
     ratios = [
-        row["p99_over_p50"]
-        for row in steps
-        if row["moe"] == "fused" and row["kv"] == _OURS and row["note"] is None
+        row["p99_over_p50"] for row in steps if row["moe"] == "fused" and row["kv"] == _OURS and row["note"] is None
     ]
     if ratios:
         lines.append(
@@ -181,8 +179,9 @@ def _profiles(measured: Measured) -> str:
         return ""
     parts = [
         "### Where the time of a step goes",
-        "Kernels of one step, by what all launches of each take together. A kernel may begin before the one in front of "
-        "it has ended, and waits for it then: what is said here includes that, and so adds up to more than a step takes.",
+        "Kernels of one step, by what all launches of each take together. A kernel may begin before the one in front "
+        "of it has ended, and then waits for it: that is part of its time here, so that all together are more than a "
+        "step.",
     ]
     for row in _in_order(rows):
         profile = row["profile"]

@@ -16,24 +16,37 @@ E4M3_MAX = 448.0
 def wide_gate_up(experts: Experts, which: slice, dtype: torch.dtype) -> Tensor:
     """The gate and up projections of some experts without scales, [experts, 2 * intermediate, hidden]."""
     weight, scale = experts.gate_up[which], experts.gate_up_scale
-    if scale is None:
-        return weight.to(dtype)
-    if scale.ndim == 2:
-        return (weight.float() * scale[which, :, None]).to(dtype)
-    halves = zip(weight.chunk(2, 1), scale[which].chunk(2, 1), strict=True)
-    return torch.cat([_times_blocks(half, blocks) for half, blocks in halves], 1).to(dtype)
+    wide = weight.to(dtype)
+    if scale is not None:
+        for half, of_half in zip(wide.chunk(2, 1), scale[which].chunk(2, 1), strict=True):
+            _scale_in_place(half, of_half)
+    return wide
 
 
 def wide_down(experts: Experts, which: slice, dtype: torch.dtype) -> Tensor:
     """The down projections of some experts without scales and not cut, [experts, hidden, intermediate]."""
     weight, scale = experts.down[which], experts.down_scale
     if weight.ndim == 4:
-        weight = weight.transpose(1, 2).flatten(2)
-    if scale is None:
-        return weight.to(dtype)
+        together = torch.empty_like(weight.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format)
+        wide = together.copy_(weight.transpose(1, 2)).flatten(2)
+    else:
+        wide = weight.to(dtype)
+    if scale is not None:
+        _scale_in_place(wide, scale[which])
+    return wide
+
+
+def _scale_in_place(wide: Tensor, scale: Tensor) -> None:
+    """Times a scale per row or block. A number of e4m3 is exact in every wider type, and the product is rounded once:
+    nothing is kept in float32 on the way."""
+    rows, columns = wide.shape[1:]
     if scale.ndim == 2:
-        return (weight.float() * scale[which, :, None]).to(dtype)
-    return _times_blocks(weight, scale[which]).to(dtype)
+        wide.mul_(scale[..., None])
+    elif rows % SCALE_BLOCK == 0 and columns % SCALE_BLOCK == 0:
+        blocks = wide.unflatten(1, (-1, SCALE_BLOCK)).unflatten(-1, (-1, SCALE_BLOCK))
+        blocks.mul_(scale[:, :, None, :, None])
+    else:
+        wide.mul_(_spread(scale, rows, columns))
 
 
 @torch.inference_mode()  # Weights that were made in that mode can't be changed outside of it.
@@ -106,10 +119,6 @@ def _by_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     tiles = tiles.view(*batch, row_blocks, SCALE_BLOCK, column_blocks, SCALE_BLOCK)
     scale = _scale(tiles.abs().amax((-3, -1)))
     return _round(weight.float() / _spread(scale, rows, columns)), scale
-
-
-def _times_blocks(weight: Tensor, scale: Tensor) -> Tensor:
-    return weight.float() * _spread(scale, *weight.shape[-2:])
 
 
 def _spread(scale: Tensor, rows: int, columns: int) -> Tensor:

@@ -13,8 +13,7 @@ from subten.kernels.moe.reference import gate_share, onto, router_logits
 from subten.kernels.moe.router import route
 from subten.kernels.precision import at_least_float32
 
-_AT_ONCE = 1 << 26
-"""Weights that are restored together: 256 MB in float32."""
+_EVERY = slice(None)
 
 
 def moe_unfused(
@@ -52,23 +51,17 @@ def moe_unfused(
 
 
 def all_gate_up(experts: Experts, dtype: torch.dtype) -> Tensor:
-    """[E, 2 * intermediate, hidden]: as it is, or restored some experts at a time."""
+    """[E, 2 * intermediate, hidden]: as it is, or restored."""
     if experts.gate_up.dtype == dtype:
         return experts.gate_up
-    return torch.cat([wide_gate_up(experts, some, dtype) for some in _portions(experts.gate_up)])
+    return wide_gate_up(experts, _EVERY, dtype)
 
 
 def all_down(experts: Experts, dtype: torch.dtype) -> Tensor:
     """[E, hidden, intermediate], likewise; put together where it is cut into slices."""
     if experts.down.dtype == dtype and experts.down.ndim == 3:
         return experts.down
-    return torch.cat([wide_down(experts, some, dtype) for some in _portions(experts.down)])
-
-
-def _portions(weight: Tensor) -> list[slice]:
-    """Experts whose weights are together not more than `_AT_ONCE`, or one."""
-    count = max(1, _AT_ONCE // weight[0].numel())
-    return [slice(first, first + count) for first in range(0, len(weight), count)]
+    return wide_down(experts, _EVERY, dtype)
 
 
 def has_grouped_gemm(x: Tensor) -> bool:
