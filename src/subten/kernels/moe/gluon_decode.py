@@ -2,8 +2,9 @@
 
 The work is that of triton_decode.py, which serves other GPUs and is the one to read first. What differs is how
 weights reach a program: as one stream of tiles of 16 KiB through a ring in shared memory. A warp of its own asks the
-copy engine for them (`_fetch`), ahead of the warps that multiply (`_work`), across the end of gate and up, of down,
-and of a run. docs/kernels/moe.md has the reasons and the measurements.
+copy engine for them (`fetch` in gluon_stream.py), ahead of the warps that multiply (`_work`, with the products in
+gluon_products.py), across the end of gate and up, of down, and of a run. docs/kernels/moe.md has the reasons and the
+measurements.
 
 - A program has a multiprocessor to itself, and a range of the list of all slices (gluon_schedule.py). It works in
   runs: slices of 64 neurons of one expert, for as many of its tokens as a tile has columns.
@@ -42,15 +43,7 @@ from subten.kernels.moe.gluon_plan import (
     plan_gluon_moe,
     row_of_scales,
 )
-from subten.kernels.moe.gluon_products import (
-    UNIT,
-    down_of_run,
-    gate_up_of_run,
-    not_finite,
-    operand_of,
-    product_layout,
-    terms_of,
-)
+from subten.kernels.moe.gluon_products import UNIT, multiply_run, operand_of, product_layout, terms_of
 from subten.kernels.moe.gluon_routing import (
     all_of,
     choose,
@@ -62,7 +55,7 @@ from subten.kernels.moe.gluon_routing import (
     shares_of,
     tiles_of_experts,
 )
-from subten.kernels.moe.gluon_scales import load_block_scales, scales_of_run, stage_block_scales
+from subten.kernels.moe.gluon_scales import load_block_scales, scales_of_run
 from subten.kernels.moe.gluon_schedule import range_of, run_at
 from subten.kernels.moe.gluon_stream import RUN_SIZE, fetch, post_run
 from subten.kernels.moe.gluon_tokens import load_tokens, stage_tokens
@@ -188,64 +181,13 @@ def _run(
 
 
 @gluon.jit
-def _finish(
-    sums, broken, residual, out, tokens, factor, number, finishers, SHAPE: gl.constexpr, FIXED: gl.constexpr
-):  # fmt: skip
-    """Turn every `finishers`-th block of sums, from `number` on, into output, and clear it. Every thread clears what
-    it has read: the layout is one."""
-    BLOCK: gl.constexpr = _FINISH_BLOCK
-    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [_WARPS], [0])
-    offset = gl.arange(0, BLOCK, layout=LAYOUT)
-    for start in range(number * BLOCK, tokens * SHAPE.hidden, finishers * BLOCK):
-        at = start + offset
-        inside = at < tokens * SHAPE.hidden
-        value = gl.load(sums + at, mask=inside, other=0, cache_modifier=".cg")
-        if FIXED:
-            lost = gl.load(broken + at // SHAPE.hidden, mask=inside, other=0, cache_modifier=".cg")
-            value = gl.where(lost != 0, float("nan"), value.to(gl.float32) * UNIT)
-        value *= factor
-        if residual is not None:
-            value += gl.load(residual + at, mask=inside, other=0.0).to(gl.float32)
-        gl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
-        gl.store(sums + at, gl.zeros([BLOCK], sums.dtype.element_ty, layout=LAYOUT), mask=inside)
-
-
-@gluon.jit
-def _arrive(
-    sums, broken, counters, residual, out, tokens, factor, arriving, SHAPE: gl.constexpr, TOKENS: gl.constexpr,
-    FINISHERS: gl.constexpr, FIXED: gl.constexpr,
-):  # fmt: skip
-    """The end of a program that had work, one of as many as are `arriving`. The last ones finish the launch and leave
-    the scratch memory as it was."""
-    finishers = gl.minimum(arriving, FINISHERS)
-    # All warps have added before the counter says so; that also acquires what others have added.
-    barrier()
-    ticket = gl.atomic_add(counters, 1, sem="acq_rel")
-    if ticket >= arriving - finishers:
-        if FINISHERS > 1:
-            while gl.atomic_add(counters, 0, sem="acquire") < arriving:
-                pass
-        number = ticket - (arriving - finishers)
-        _finish(sums, broken, residual, out, tokens, factor, number, finishers, SHAPE, FIXED)
-        barrier()
-        left = 0
-        if FINISHERS > 1:
-            left = gl.atomic_add(counters + 1, 1, sem="acq_rel")
-        if left == finishers - 1:
-            LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
-            token = gl.arange(0, TOKENS, layout=LAYOUT)
-            gl.store(broken + token, gl.zeros([TOKENS], gl.int32, layout=LAYOUT))
-            gl.store(counters, 0)
-            gl.store(counters + 1, 0)
-
-
-@gluon.jit
 def _shares(
-    run, logits, logits_stride, token, real, top, divisor, SHAPE: gl.constexpr, TOKENS: gl.constexpr,
+    run, logits, logits_stride, columns, top, divisor, SHAPE: gl.constexpr, TOKENS: gl.constexpr,
     GATED: gl.constexpr,
 ):  # fmt: skip
     """Weight of a run's expert for the tokens of columns; of the shared one, what its gate says, if it has one."""
     shared, expert, _, _ = run
+    token, real = columns
     share = gl.full(token.shape, 1.0, gl.float32, layout=token.type.layout)
     if shared != 0:
         if GATED:
@@ -312,21 +254,69 @@ def _work(
         here, next_mask, next_tile = _run(
             place, end, length, tokens, masks, tiles, first_tile, shared_places, SHAPE, TUNING, TOKENS
         )
-        token, real = columns_of(mask, tile, TOKENS, COLUMNS, gl.SliceLayout(0, product_layout()))
-        share = _shares(run, logits, logits_stride, token, real, top, divisor, SHAPE, TOKENS, GATED)
+        columns = columns_of(mask, tile, TOKENS, COLUMNS, gl.SliceLayout(0, product_layout()))
+        share = _shares(run, logits, logits_stride, columns, top, divisor, SHAPE, TOKENS, GATED)
         if not ONE_TILE:
             stage_tokens(staged, loading)
         post_run(runs, posted, number, here)
-        lost = not_finite(share)
-        stage_block_scales(block_scales, of_blocks)
-        turn, lost = gate_up_of_run(
-            run, turn, pipe, staged, of_run, block_scales, share, lost, kept, SHAPE, TUNING, FIXED, ACTIVATION
-        )
-        turn = down_of_run(
-            run, turn, pipe, kept, of_run, block_scales, sums, broken, token, real, lost, SHAPE, TUNING, FIXED
-        )
+        turn = multiply_run(
+            run, turn, pipe, staged, of_run, of_blocks, block_scales, kept, columns, share, (sums, broken), SHAPE,
+            TUNING, FIXED, ACTIVATION,
+        )  # fmt: skip
         mask, tile = next_mask, next_tile
     return (arriving,)
+
+
+@gluon.jit
+def _finish(
+    sums, broken, residual, out, tokens, factor, number, finishers, SHAPE: gl.constexpr, FIXED: gl.constexpr
+):  # fmt: skip
+    """Turn every `finishers`-th block of sums, from `number` on, into output, and clear it. Every thread clears what
+    it has read: the layout is one."""
+    BLOCK: gl.constexpr = _FINISH_BLOCK
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [_WARPS], [0])
+    offset = gl.arange(0, BLOCK, layout=LAYOUT)
+    for start in range(number * BLOCK, tokens * SHAPE.hidden, finishers * BLOCK):
+        at = start + offset
+        inside = at < tokens * SHAPE.hidden
+        value = gl.load(sums + at, mask=inside, other=0, cache_modifier=".cg")
+        if FIXED:
+            lost = gl.load(broken + at // SHAPE.hidden, mask=inside, other=0, cache_modifier=".cg")
+            value = gl.where(lost != 0, float("nan"), value.to(gl.float32) * UNIT)
+        value *= factor
+        if residual is not None:
+            value += gl.load(residual + at, mask=inside, other=0.0).to(gl.float32)
+        gl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+        gl.store(sums + at, gl.zeros([BLOCK], sums.dtype.element_ty, layout=LAYOUT), mask=inside)
+
+
+@gluon.jit
+def _arrive(
+    sums, broken, counters, residual, out, tokens, factor, arriving, SHAPE: gl.constexpr, TOKENS: gl.constexpr,
+    FINISHERS: gl.constexpr, FIXED: gl.constexpr,
+):  # fmt: skip
+    """The end of a program that had work, one of as many as are `arriving`. The last ones finish the launch and leave
+    the scratch memory as it was."""
+    finishers = gl.minimum(arriving, FINISHERS)
+    # All warps have added before the counter says so; that also acquires what others have added.
+    barrier()
+    ticket = gl.atomic_add(counters, 1, sem="acq_rel")
+    if ticket >= arriving - finishers:
+        if FINISHERS > 1:
+            while gl.atomic_add(counters, 0, sem="acquire") < arriving:
+                pass
+        number = ticket - (arriving - finishers)
+        _finish(sums, broken, residual, out, tokens, factor, number, finishers, SHAPE, FIXED)
+        barrier()
+        left = 0
+        if FINISHERS > 1:
+            left = gl.atomic_add(counters + 1, 1, sem="acq_rel")
+        if left == finishers - 1:
+            LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
+            token = gl.arange(0, TOKENS, layout=LAYOUT)
+            gl.store(broken + token, gl.zeros([TOKENS], gl.int32, layout=LAYOUT))
+            gl.store(counters, 0)
+            gl.store(counters + 1, 0)
 
 
 @gluon.jit(do_not_specialize=["tokens"])

@@ -10,12 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from subten.kernels.gluon_names import reinterpret
-from subten.kernels.moe.gluon_plan import LINE, WARPS, row_of_scales
-from subten.kernels.moe.gluon_scales import block_of, in_twos, row_scales
+from subten.kernels.moe.gluon_plan import WARPS, row_of_scales
+from subten.kernels.moe.gluon_scales import block_of, in_twos, row_scales, stage_block_scales
 from subten.kernels.moe.gluon_stream import full_stage, give_back, rows_at
 from subten.kernels.moe.inputs import SCALE_BLOCK
 
-_LINE = gl.constexpr(LINE)
 _WARPS = gl.constexpr(WARPS)
 _SCALE_BLOCK = gl.constexpr(SCALE_BLOCK)
 UNIT = gl.constexpr(2.0**-32)
@@ -65,13 +64,45 @@ def _tile_layout(word, line, rank):
 
 
 @gluon.jit
-def not_finite(values):
+def multiply_run(
+    run, turn, pipe, staged, scales, of_blocks, block_scales, kept, columns, share, outputs, SHAPE: gl.constexpr,
+    TUNING: gl.constexpr, FIXED: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """All products of a run, up to what they add to the sums of its tokens.
+
+    Args:
+        run: of the shared expert or not, its expert, its first slice, and how many it has.
+        turn: pairs of tiles that the program has taken before.
+        pipe: from which they come.
+        staged: tokens in shared memory, see gluon_tokens.py.
+        scales: of the run, see `scales_of_run`.
+        of_blocks: what `load_block_scales` has loaded.
+        block_scales: room for it in shared memory.
+        kept: room for what goes from gate and up to down, see `_gate_up_of_run`.
+        columns: which tokens they are of, and whether there is one.
+        share: of the expert in the outputs of these tokens.
+        outputs: sums of all tokens in memory, and marks of those that become NaN.
+
+    Returns:
+        `turn` behind the run.
+    """
+    # A token is lost if something of it is infinite or NaN.
+    lost = _not_finite(share)
+    stage_block_scales(block_scales, of_blocks)
+    turn, lost = _gate_up_of_run(
+        run, turn, pipe, staged, scales, block_scales, share, lost, kept, SHAPE, TUNING, FIXED, ACTIVATION
+    )
+    return _down_of_run(run, turn, pipe, kept, scales, block_scales, columns, lost, outputs, SHAPE, TUNING, FIXED)
+
+
+@gluon.jit
+def _not_finite(values):
     """1 where a float32 is infinite or NaN, else 0."""
     return ((values.to(gl.int32, bitcast=True) & _INFINITY) == _INFINITY).to(gl.int32)
 
 
 @gluon.jit
-def gate_up_of_run(
+def _gate_up_of_run(
     run, turn, pipe, staged, scales, block_scales, share, lost, kept, SHAPE: gl.constexpr, TUNING: gl.constexpr,
     FIXED: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
@@ -81,7 +112,7 @@ def gate_up_of_run(
     are to have, [slices, token], which are the tokens' shares for all that inner was divided by.
 
     Returns:
-        `turn` behind the run, and for each token 1 if inner is not finite, else 0.
+        `turn` behind the run, and for each token 1 if it was lost before or inner is not finite, else 0.
     """
     inners, units = kept
     OPERAND: gl.constexpr = staged.dtype
@@ -150,15 +181,17 @@ def _gate_up_of_slice(
 
 
 @gluon.jit
-def down_of_run(
-    run, turn, pipe, kept, scales, block_scales, sums, broken, token, real, lost, SHAPE: gl.constexpr,
-    TUNING: gl.constexpr, FIXED: gl.constexpr,
+def _down_of_run(
+    run, turn, pipe, kept, scales, block_scales, columns, lost, outputs, SHAPE: gl.constexpr, TUNING: gl.constexpr,
+    FIXED: gl.constexpr,
 ):  # fmt: skip
     """Down of a run, added to the sums of its tokens in memory; tokens that are lost are marked instead.
 
     Returns:
         `turn` behind the run.
     """
+    token, real = columns
+    sums, broken = outputs
     # A stage has two tiles of them.
     ROWS: gl.constexpr = pipe[0].shape[1] * pipe[0].shape[2] // (2 * TUNING.slice)
     STEPS: gl.constexpr = SHAPE.hidden // (2 * ROWS)
@@ -166,7 +199,7 @@ def down_of_run(
     ACC: gl.constexpr = product_layout()
     summed = real & (lost == 0) if FIXED else real
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
-    outputs = sums + token[None, :] * SHAPE.hidden + row[:, None]
+    places = sums + token[None, :] * SHAPE.hidden + row[:, None]
     peak = gl.zeros([16 * _WARPS, COLUMNS], gl.float32, layout=ACC)
     row_scale = row_scales(scales, run[2], row, SHAPE)
     for number in range(STEPS):
@@ -177,7 +210,7 @@ def down_of_run(
         )
         row_scale = row_scales(scales, step + 1, row, SHAPE)
         for i in gl.static_range(2):
-            _add(outputs + (2 * step + i) * ROWS, added[i], summed)
+            _add(places + (2 * step + i) * ROWS, added[i], summed)
     if FIXED:
         lost |= (gl.max(peak, 0) > _LARGEST_SHARE / UNIT).to(gl.int32)
         gl.atomic_max(broken + token, lost, mask=real & (lost != 0), sem="relaxed")
