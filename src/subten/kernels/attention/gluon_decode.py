@@ -37,11 +37,11 @@ from subten.kernels.attention.gluon_plan import GluonPlan, GluonShape, plan_gluo
 from subten.kernels.attention.gluon_window import ask_for_window, attend_window
 from subten.kernels.attention.inputs import AttentionInputs
 from subten.kernels.attention.triton_append import DecodeQuery
+from subten.kernels.gluon_names import barrier
 from subten.kernels.gluon_overlap import let_next_kernel_start, wait_for_previous_kernel
 
 _BYTES_PER_UNIT = 16
 """Pages are so many bytes apart, times the stride that the kernel is given: it fits an int32."""
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # its name before Triton 3.7
 
 
 @dataclass(frozen=True)
@@ -331,7 +331,7 @@ def decode_kernel(
             mask=i < (SHAPE.group - head) * D,
         )
     if works:
-        _barrier()
+        barrier()
         ticket = gl.program_id(1) + row * gl.num_programs(1)
         if gl.atomic_add(arrived + ticket, 1, sem="acq_rel") == parts - 1:
             matrix = output_matrix

@@ -23,16 +23,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from subten.kernels.gluon_names import copy
 from subten.kernels.gluon_overlap import let_next_kernel_start, wait_for_previous_kernel
 from subten.kernels.linear import triton_decode
 from subten.kernels.linear.inputs import LinearWeights, NormWeights
 from subten.kernels.linear.plan import LinearTuning
-
-# What Triton 3.7 and later have under another name.
-_copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 _UNIT = gl.constexpr(2.0**-4)
 """See triton_decode.py."""
@@ -103,7 +101,7 @@ def _request(tiles, ring, bars, step, row, TUNING: gl.constexpr):
     """Ask for the tile of a step."""
     place = step % TUNING.stages
     mbarrier.expect(bars.index(place), tiles.block_type.nbytes)
-    _copy(tiles, [step * TUNING.lanes, row, 0], bars.index(place), ring.index(place))
+    copy(tiles, [step * TUNING.lanes, row, 0], bars.index(place), ring.index(place))
 
 
 @gluon.jit

@@ -324,8 +324,8 @@ def _peak(product, like):
 
 @gluon.jit
 def _add(sums, values, wanted):
-    """Add the columns that are wanted to sums in memory. As `gl.atomic_add`, but that there is no branch for each
-    number of a thread, and that the L2 is asked to keep the sums while weights go through it."""
+    """Add the columns that are wanted to sums in memory. As `gl.atomic_add`, but that the L2 is asked to keep the
+    sums while weights go through it."""
     masks = gl.zeros_like(values).to(gl.int32) + wanted.to(gl.int32)[None, :]
     PREFIX: gl.constexpr = (
         "{ .reg .pred p; .reg .b64 kept; setp.ne.u32 p, $3, 0; createpolicy.fractional.L2::evict_last.b64 kept, 1.0;"
