@@ -17,6 +17,8 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime import interpreter
 from triton.runtime.jit import mangle_type
 
+from support.interpreter_types import keep_types
+
 _DIVISIBLE = [["tt.divisibility", 16]]
 
 
@@ -115,7 +117,7 @@ def quicken_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Device functions find the language as their kernel has it: it makes it interpretable anew at every call of one,
     which takes longer than the call. For those of the language itself, once in a test is enough. It computes whether
-    integers overflow, and looks at the outcome in debug mode only.
+    integers overflow, and looks at the outcome in debug mode only. It makes types of blocks in every operation.
     """
     prepared: set[str] = set()
 
@@ -130,3 +132,4 @@ def quicken_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+    keep_types(monkeypatch)
