@@ -1,5 +1,5 @@
-"""Types of blocks in Triton's interpreter, worked out once: it makes them anew in every operation, which takes most of
-its time. Types are never changed, so that those of the same shape can share what they consist of."""
+"""Types of blocks in Triton's interpreter, worked out once: it makes them anew in every operation, which takes more
+than half of its time. They are never changed, so that those of the same shape can share what they consist of."""
 
 from __future__ import annotations
 
