@@ -52,6 +52,8 @@ def keep_types(monkeypatch: pytest.MonkeyPatch) -> None:
         return broadcast(self, left, right)
 
     monkeypatch.setattr(tl.block_type, "__init__", block)
+    # What the interpreter's builder makes of a type is that type.
+    monkeypatch.setattr(tl.block_type, "to_ir", lambda self, builder: self)
     monkeypatch.setattr(tl.tensor, "__init__", tensor)
     monkeypatch.setattr(interpreter, "_get_np_dtype", numpy)
     monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", to_one_shape)
