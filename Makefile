@@ -39,14 +39,14 @@ $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) -e .
 	touch $@
 
-# All of `.run` with it: installed one after the other, both are resolved and built.
+# Each has all of the ones before with it: installed one after the other, all would be resolved and built.
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) -e '.[dev]'
 	touch $(VENV)/.run $@
 
-$(VENV)/.external: $(VENV)/.dev
-	$(PIP) -e '.[external]'
-	touch $@
+$(VENV)/.external: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[dev,external]'
+	touch $(VENV)/.run $(VENV)/.dev $@
 
 clean:
 	rm -rf $(VENV)
