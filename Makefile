@@ -11,10 +11,10 @@ demo: $(VENV)/.run
 
 test: lint pytest
 
-# One thread for each process: two that share two cores wait for each other's threads. Tests of one group share what
-# takes long to make, see tests/conftest.py.
+# One thread for each process: two that share two cores wait for each other's threads. Each begins with one half of the
+# tests, so that what a module compiles once for all of its tests is seldom made in both.
 pytest: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-gpu: $(VENV)/.dev
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu tests/gpu

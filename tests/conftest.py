@@ -25,14 +25,6 @@ settings.load_profile("repeatable")
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What a module compiles once for all of its tests is compiled by one process, not by each of those that run side
-    by side."""
-    for item in items:
-        if "compiled" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
-
-
 @pytest.fixture(autouse=True)
 def own_home(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
