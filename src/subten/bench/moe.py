@@ -34,10 +34,10 @@ from subten.bench.timing import REPLAYS, Call, Timer, Timing, time_calls
 from subten.bench.unfused_fp8 import moe_unfused_fp8
 from subten.errors import StorageError
 from subten.kernels.moe import Experts, MoEWeights
-from subten.kernels.moe.packing import wide_down, wide_gate_up
+from subten.kernels.moe.packing import EVERY, wide_down, wide_gate_up
 from subten.kernels.moe.plan import Activations, MoEShape
 from subten.kernels.moe.router import route
-from subten.kernels.moe.unfused import all_down, all_gate_up, moe_unfused
+from subten.kernels.moe.unfused import moe_unfused
 
 EXACT = 2e-3
 ALLOWED: Mapping[Activations, float] = {"16bit": EXACT, "fp8x2": EXACT, "fp8": 6e-2}
@@ -244,15 +244,15 @@ def _unfused(weights: MoEWeights, x: Tensor, logits: Tensor) -> Call:
     """In 16 bit; weights in FP8 are restored before, not in the call."""
     shared = weights.shared and replace(
         weights.shared,
-        gate_up=all_gate_up(weights.shared.expert, x.dtype)[0],
-        down=all_down(weights.shared.expert, x.dtype)[0],
+        gate_up=wide_gate_up(weights.shared.expert, EVERY, x.dtype)[0],
+        down=wide_down(weights.shared.expert, EVERY, x.dtype)[0],
         gate_up_scale=None,
         down_scale=None,
     )
     wide = replace(
         weights,
-        gate_up=all_gate_up(weights.experts, x.dtype),
-        down=all_down(weights.experts, x.dtype),
+        gate_up=wide_gate_up(weights.experts, EVERY, x.dtype),
+        down=wide_down(weights.experts, EVERY, x.dtype),
         gate_up_scale=None,
         down_scale=None,
         shared=shared,

@@ -58,6 +58,11 @@ class OneLaunchMoE(ABC, Generic[Plan]):
             raise KernelUnavailableError(f"the {self.name} kernel does not serve these experts: {reason}")
         if not len(x):
             return torch.empty_like(x)
+        return self._in_one(x, weights, logits, residual, factor)
+
+    def _in_one(
+        self, x: Tensor, weights: MoEWeights, logits: Tensor | None, residual: Tensor | None, factor: float
+    ) -> Tensor:
         plan = self.plan(MoEShape.of(weights), len(x), x.device)
         return self.launch(x, weights, plan, self._scratch_of(weights, x.device), logits, residual, factor)
 
@@ -68,7 +73,7 @@ class OneLaunchMoE(ABC, Generic[Plan]):
         for first in range(0, len(x), MOST_TOKENS_OF_A_LAUNCH):
             some = slice(first, first + MOST_TOKENS_OF_A_LAUNCH)
             of_some, onto = (None if tensor is None else tensor[some] for tensor in (logits, residual))
-            outputs.append(self(x[some], weights, logits=of_some, residual=onto, factor=factor))
+            outputs.append(self._in_one(x[some], weights, of_some, onto, factor))
         return torch.cat(outputs)
 
     @abstractmethod

@@ -11,6 +11,8 @@ from subten.kernels.moe.inputs import SCALE_BLOCK, Experts, MoEWeights
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+EVERY = slice(None)
+"""Of experts, all."""
 
 
 def wide_gate_up(experts: Experts, which: slice, dtype: torch.dtype) -> Tensor:
@@ -27,10 +29,8 @@ def wide_down(experts: Experts, which: slice, dtype: torch.dtype) -> Tensor:
     """The down projections of some experts without scales and not cut, [experts, hidden, intermediate]."""
     weight, scale = experts.down[which], experts.down_scale
     if weight.ndim == 4:
-        together = torch.empty_like(weight.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format)
-        wide = together.copy_(weight.transpose(1, 2)).flatten(2)
-    else:
-        wide = weight.to(dtype)
+        weight = weight.transpose(1, 2)
+    wide = weight.to(dtype, memory_format=torch.contiguous_format).flatten(2)
     if scale is not None:
         _scale_in_place(wide, scale[which])
     return wide

@@ -7,13 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subten.kernels.moe.inputs import Experts, MoEWeights
-from subten.kernels.moe.packing import wide_down, wide_gate_up
+from subten.kernels.moe.inputs import MoEWeights
+from subten.kernels.moe.packing import EVERY, wide_down, wide_gate_up
 from subten.kernels.moe.reference import gate_share, onto, router_logits
 from subten.kernels.moe.router import route
 from subten.kernels.precision import at_least_float32
-
-_EVERY = slice(None)
 
 
 def moe_unfused(
@@ -40,28 +38,14 @@ def moe_unfused(
     numbers = torch.arange(weights.rule.num_experts, device=x.device)
     ends = torch.searchsorted(by_expert, numbers, right=True).int()
     rows = x[order // weights.rule.top_k]
-    gate, up = _grouped(rows, all_gate_up(weights.experts, x.dtype), ends, by_expert).chunk(2, -1)
-    visited = _grouped(F.silu(gate) * up, all_down(weights.experts, x.dtype), ends, by_expert)
+    gate, up = _grouped(rows, wide_gate_up(weights.experts, EVERY, x.dtype), ends, by_expert).chunk(2, -1)
+    visited = _grouped(F.silu(gate) * up, wide_down(weights.experts, EVERY, x.dtype), ends, by_expert)
     sorted_back = torch.empty_like(at_least_float32(visited))
     sorted_back[order] = at_least_float32(visited) * shares.flatten()[order, None]
     output = sorted_back.view(*chosen.shape, -1).sum(1)
     if weights.shared is not None:
         output += _shared(x, weights, logits)
     return onto(residual, output.to(x.dtype), factor)
-
-
-def all_gate_up(experts: Experts, dtype: torch.dtype) -> Tensor:
-    """[E, 2 * intermediate, hidden]: as it is, or restored."""
-    if experts.gate_up.dtype == dtype:
-        return experts.gate_up
-    return wide_gate_up(experts, _EVERY, dtype)
-
-
-def all_down(experts: Experts, dtype: torch.dtype) -> Tensor:
-    """[E, hidden, intermediate], likewise; put together where it is cut into slices."""
-    if experts.down.dtype == dtype and experts.down.ndim == 3:
-        return experts.down
-    return wide_down(experts, _EVERY, dtype)
 
 
 def has_grouped_gemm(x: Tensor) -> bool:
@@ -83,6 +67,6 @@ def _grouped(rows: Tensor, weight: Tensor, ends: Tensor, by_expert: Tensor) -> T
 def _shared(x: Tensor, weights: MoEWeights, logits: Tensor) -> Tensor:
     assert weights.shared is not None
     expert = weights.shared.expert
-    first, up = F.linear(x, all_gate_up(expert, x.dtype)[0]).chunk(2, -1)
-    visited = at_least_float32(F.linear(F.silu(first) * up, all_down(expert, x.dtype)[0]))
+    first, up = F.linear(x, wide_gate_up(expert, EVERY, x.dtype)[0]).chunk(2, -1)
+    visited = at_least_float32(F.linear(F.silu(first) * up, wide_down(expert, EVERY, x.dtype)[0]))
     return visited if weights.shared.gate is None else gate_share(logits) * visited
