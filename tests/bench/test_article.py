@@ -8,7 +8,7 @@ import pytest
 from test_bench_report import ROW
 
 from subten.bench.__main__ import main
-from subten.bench.article import PICTURES, render
+from subten.bench.article import PICTURES, drawn_moe, render
 from subten.bench.itl import ItlRow, itl_json
 from subten.bench.latency_report import KernelTime, LargestRow, LatencyRow, Profile, latency_json
 from subten.bench.moe_report import MoERow, moe_json
@@ -112,6 +112,29 @@ def test_kernels(results: Path) -> None:
     text = render(Published.read(results))
     assert "| olmoe-1b-7b | channel | triton | 16bit | 4 | 20.0 | 15.0 | 75% | 60.0 | unfused bf16 | 3.00 |" in text
     assert "### Where the time of a step goes" not in text
+
+
+def test_ways_of_a_prompt(results: Path, machine) -> None:
+    peers = {"unfused bf16": 70.0, "unfused fp8": 80.0}
+    prompt = replace(MOE, tokens=256, us=90.0, peers=peers)
+    rows = [
+        prompt,
+        replace(prompt, kernel="unfused", sums="float", us=95.4),
+        replace(prompt, tokens=512, us=180.0, peers={}),
+        replace(prompt, tokens=512, kernel="unfused", sums="float", us=None),
+    ]
+    (results / "moe_prompts_h200.json").write_bytes(moe_json(machine, rows))
+    found = Published.read(results)
+    text = render(found)
+    ways = "triton 16bit fixed | unfused 16bit float | (unfused bf16) | (unfused fp8)"
+    assert f"| shape | weights | tokens | {ways} |" in text
+    assert "| olmoe-1b-7b | channel | 256 | 90 | 95 | 70 | 80 |" in text
+    assert "| olmoe-1b-7b | channel | 512 | 180 |  |  |  |" in text
+    assert [row["tokens"] for row in drawn_moe(found.moe)] == [4]
+    (results / "moe_h200.json").unlink()
+    alone = render(Published.read(results))
+    assert "### Mixtures of experts" in alone
+    assert "moe.png" not in alone
 
 
 def test_a_prompt_beside_a_stream(results: Path) -> None:

@@ -20,6 +20,7 @@ from subten.kernels.moe import RouterSpec, triton_decode
 from subten.kernels.moe.gluon_plan import GluonMoETuning, plan_gluon_moe
 from subten.kernels.moe.packing import wide_down
 from subten.kernels.moe.plan import plan_moe
+from subten.kernels.moe.unfused import moe_unfused
 from support.interpreter import correct_numbers
 from support.moe import expected
 
@@ -50,6 +51,30 @@ def test_a_row(tiny: MoEBench) -> None:
     assert exact.bytes == round(visited) + 2 * 3 * 128 * 2
     assert exact.share == pytest.approx(exact.bytes / 2e6 / 8)
     assert len({weights.gate_up.data_ptr() for weights in tiny._layers}) == len(tiny._layers) > 1
+
+
+@pytest.mark.parametrize("kind", ["block", "bf16"])
+def test_a_prompt_has_a_row_for_each_way(tiny: MoEBench, kind: str) -> None:
+    case = MoECase("tiny", 70, kind)
+    launches, unfused = tiny.rows(case, variants(case, ["triton", "unfused"], ["16bit"], ["fixed"]))
+    assert (launches.kernel, launches.sums, launches.tokens) == ("triton", "fixed", 70)
+    assert (unfused.kernel, unfused.sums, unfused.note) == ("unfused", "float", None)
+    assert 0 < launches.error < 2e-3 < unfused.error < 1e-2
+    assert launches.us == unfused.us == 8.0
+    assert launches.bytes == unfused.bytes
+    assert launches.peers == unfused.peers == {"unfused bf16": 8.0}
+
+
+def test_unfused_prompts_find_experts_as_few_tokens_do(tiny: MoEBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "tiny", replace(TINY, shared=64))
+    monkeypatch.setattr(moe, "gluon_serves", lambda shape: shape == "tiny")
+    seen = []
+    monkeypatch.setattr(
+        moe, "moe_unfused", lambda x, weights, **rest: seen.append(weights) or moe_unfused(x, weights, **rest)
+    )
+    (row,) = tiny.rows(MoECase("tiny", 65, "channel"), [Variant("unfused", "16bit", "float")])
+    assert row.error < 1e-2
+    assert {weights.down.ndim for weights in seen if weights.gate_up_scale is not None} == {4}
 
 
 def test_no_figure_without_a_right_result(tiny: MoEBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +119,8 @@ def test_another_implementation_from_a_file(tiny: MoEBench, tmp_path: Path) -> N
 def test_cases() -> None:
     assert len(choose_cases([], [], [])) == 6 * 7
     assert choose_cases([DEMO], ["4"], ["block", "channel"]) == (MoECase(DEMO, 4, "bf16"),)
+    (prompt,) = choose_cases([DEMO], ["4096"], [], most=moe_cases.MOST_TOKENS)
+    assert (prompt.is_prompt, prompt.launch_tokens) == (True, 64)
     for arguments in ((["phi"], [], []), ([], ["65"], []), ([], ["x"], []), ([], [], ["int4"])):
         with pytest.raises(ParameterError, match="separated by commas"):
             choose_cases(*arguments)
@@ -107,6 +134,9 @@ def test_the_gluon_kernel_where_it_serves() -> None:
     assert variants(replace(wide, weights="bf16"), *both) == [GLUON, EXACT]
     assert variants(wide, *both) == [GLUON, EXACT, replace(EXACT, activations="fp8")]
     assert variants(wide, ["gluon"], ["fp8"], ["fixed"]) == []
+    assert variants(wide, ["unfused"], ["16bit"], ["fixed"]) == []
+    ways = variants(replace(wide, tokens=65), ["unfused", "gluon"], ["16bit"], ["fixed"])
+    assert ways == [GLUON, Variant("unfused", "16bit", "float")]
     assert variants(wide, ["gluon"], ["16bit"], ["fixed", "float"]) == [GLUON, replace(GLUON, sums="float")]
     gluon = {name for name in MODELS if variants(MoECase(name, 1, "block"), ["gluon"], ["16bit"], ["fixed"])}
     assert gluon == set(MODELS)
@@ -181,6 +211,8 @@ def test_rows_are_printed_and_saved(monkeypatch, machine, tmp_path: Path, capsys
     assert "ratio 2.00" in capsys.readouterr().out
     assert main([*arguments, "8,16"]) == 1
     assert "no figure: wrong" in capsys.readouterr().out
+    assert main([*arguments, "8,8193"]) == 2
+    assert "numbers from 1 to 8192" in capsys.readouterr().err
     assert main(["moe", "--kernels", "cuda"]) == 2
     assert "--kernels is 'cuda'" in capsys.readouterr().err
     assert main(["moe", "--sums", "int"]) == 2
@@ -212,6 +244,7 @@ def test_plans_that_a_tool_found(tmp_path: Path) -> None:
         4,
         2,
     ]
+    assert asdict(tuned.plan(replace(case, tokens=512), EXACT, shape, 132)) == rows[3]["plan"]
     assert tuned.plan(case, Variant("triton", "fp8", "fixed"), shape, 132).tuning.activations == "fp8"
     file.write_text("{}")
     with pytest.raises(StorageError, match="is no file of tools"):

@@ -93,9 +93,13 @@ def agent(
 def moe(
     json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
     shapes: Annotated[str, typer.Option(help="Models, separated by commas [default: all].")] = "",
-    tokens: Annotated[str, typer.Option(help="Numbers of tokens, separated by commas [default: 1 to 64].")] = "",
+    tokens: Annotated[
+        str, typer.Option(help="Numbers of tokens, separated by commas, up to 8192 [default: 1 to 64].")
+    ] = "",
     weights: Annotated[str, typer.Option(help="bf16, channel, block, separated by commas.")] = "block",
-    kernels: Annotated[str, typer.Option(help="gluon, triton, separated by commas.")] = "gluon,triton",
+    kernels: Annotated[
+        str, typer.Option(help="gluon, triton, and of prompts unfused, separated by commas.")
+    ] = "gluon,triton,unfused",
     activations: Annotated[str, typer.Option(help="16bit, fp8x2, fp8, separated by commas.")] = "16bit,fp8x2,fp8",
     sums: Annotated[str, typer.Option(help="fixed, float, separated by commas.")] = "fixed",
     peer: Annotated[
@@ -105,7 +109,7 @@ def moe(
     replays: Annotated[int, typer.Option(min=20, help="Replays of each graph.")] = 25,
     commit: Annotated[str | None, typer.Option(help="Commit of the source, where git can't tell.")] = None,
 ) -> None:
-    """A mixture of experts in one launch, beside the unfused pipeline.
+    """A mixture of experts in one launch, beside the unfused pipeline; prompts, of more than 64 tokens, in both ways.
 
     Every kernel is compared with float64 first; without that there is no figure.
     """

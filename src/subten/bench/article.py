@@ -12,6 +12,7 @@ from subten.bench.linear_report import KERNELS as LINEAR_KERNELS
 from subten.bench.published import Measured, Published, Row
 from subten.bench.shapes import MAIN_CONTEXT, context_name
 from subten.formats import CacheGeometry, PageLayout, get_format
+from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH
 
 PICTURES = ("latency.png", "roofline.png", "moe.png", "attention.png")
 """Files beside the document, each there where its section is."""
@@ -238,6 +239,11 @@ def _itl(measured: Measured) -> str:
 
 
 def _moe(measured: Measured) -> str:
+    parts = [part for part in (_moe_launches(measured), _moe_prompts(measured)) if part]
+    return "\n\n".join(["### Mixtures of experts", *parts, _provenance(measured)]) if parts else ""
+
+
+def _moe_launches(measured: Measured) -> str:
     rows = drawn_moe(measured)
     if not rows:
         return ""
@@ -272,11 +278,34 @@ def _moe(measured: Measured) -> str:
     ]
     return "\n\n".join(
         [
-            "### Mixtures of experts",
             "One block in one launch, from the router's logits to the output. The floor is reading the experts.",
             _table(head, lines, names=4),
             "![One block: ours, floor and peers](moe.png)",
-            _provenance(measured),
+        ]
+    )
+
+
+def _moe_prompts(measured: Measured) -> str:
+    """Ways side by side: a column for each kernel with its activations and sums, and for each peer."""
+    cases: dict[tuple[str, str, int], dict[str, float]] = {}
+    for row in measured.rows:
+        if row["tokens"] > MOST_TOKENS_OF_A_LAUNCH and row["us"] is not None:
+            ways = cases.setdefault((row["shape"], row["weights"], row["tokens"]), {})
+            ways[f"{row['kernel']} {row['activations']} {row['sums']}"] = row["us"]
+            ways |= {f"({name})": us for name, us in row["peers"].items()}
+    if not cases:
+        return ""
+    columns = sorted(_unique(way for ways in cases.values() for way in ways), key=lambda way: way.startswith("("))
+    lines = [
+        [shape, weights, str(tokens), *(_figure(ways.get(way), ".0f") for way in columns)]
+        for (shape, weights, tokens), ways in cases.items()
+    ]
+    return "\n\n".join(
+        [
+            "Prompts, us of one block: in launches for 64 tokens, one behind the other, and `unfused`, where experts "
+            "in FP8 are restored in the call. Peers are in parentheses; `unfused bf16` has its experts restored "
+            "beforehand.",
+            _table(["shape", "weights", "tokens", *columns], lines, names=2),
         ]
     )
 
@@ -369,8 +398,8 @@ def drawn_steps(measured: Measured) -> list[Row]:
 
 
 def drawn_moe(measured: Measured) -> list[Row]:
-    """All blocks that have a figure."""
-    return [row for row in measured.rows if row["us"] is not None]
+    """All blocks of up to one launch that have a figure."""
+    return [row for row in measured.rows if row["us"] is not None and row["tokens"] <= MOST_TOKENS_OF_A_LAUNCH]
 
 
 def drawn_linear(measured: Measured) -> list[Row]:

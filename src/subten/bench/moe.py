@@ -1,4 +1,4 @@
-"""The one-launch mixture of experts: checked, then timed, beside the unfused pipeline and whatever else is given."""
+"""Mixtures of experts: checked, then timed, beside the unfused pipeline and whatever else is given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subten.bench.checks import ALLOWED_FP8, attempt, require
+from subten.bench.checks import ALLOWED_16_BIT, ALLOWED_FP8, attempt, require
 from subten.bench.comparing import compared
 from subten.bench.machine import Machine, first_line
 from subten.bench.moe_cases import (
@@ -27,12 +27,23 @@ from subten.bench.moe_cases import (
     empty_block,
     random_layers,
 )
-from subten.bench.moe_kernels import Kernel, Plan, Variant, compile_launch, cut_copy, make_plan, module_of, read_plan
+from subten.bench.moe_kernels import (
+    Kernel,
+    Plan,
+    Variant,
+    compile_launch,
+    cut_copy,
+    gluon_serves,
+    make_plan,
+    module_of,
+    read_plan,
+)
 from subten.bench.moe_report import MoERow
 from subten.bench.processes import in_processes
 from subten.bench.timing import REPLAYS, Call, Timer, Timing, time_calls
 from subten.bench.unfused_fp8 import moe_unfused_fp8
 from subten.errors import StorageError
+from subten.kernels.launches import in_launches
 from subten.kernels.moe import Experts, MoEWeights
 from subten.kernels.moe.packing import EVERY, wide_down, wide_gate_up
 from subten.kernels.moe.plan import Activations, MoEShape
@@ -73,13 +84,13 @@ class Tuned:
         return cls(found)
 
     def plan(self, case: MoECase, variant: Variant, shape: MoEShape, num_sms: int) -> Plan:
-        """What was found for a case, what follows from the tiles of the nearest number of tokens, or the default."""
-        of_shape = self.found.get((case.shape, case.weights, variant), {})
-        if case.tokens in of_shape:
-            return of_shape[case.tokens]
-        nearest = min(of_shape, key=lambda tokens: abs(math.log2(tokens / case.tokens)), default=None)
+        """Of a launch: what was found, what follows from the tiles for nearly as many tokens, or the default."""
+        of_shape, count = self.found.get((case.shape, case.weights, variant), {}), case.launch_tokens
+        if count in of_shape:
+            return of_shape[count]
+        nearest = min(of_shape, key=lambda tokens: abs(math.log2(tokens / count)), default=None)
         tuning = None if nearest is None else of_shape[nearest].tuning
-        return make_plan(variant, shape, case.tokens, num_sms, tuning)
+        return make_plan(variant, shape, count, num_sms, tuning)
 
 
 def load_peer(path: Path) -> tuple[str, Peer]:
@@ -143,30 +154,49 @@ class MoEBench:
             self._held = case.shape, case.weights
         return build_problem(case, self._layers, self.device)
 
-    def _layers_for(self, kernel: Kernel, problem: MoEProblem) -> Sequence[MoEWeights]:
-        if kernel == "triton":
+    def _layers_for(self, case: MoECase, kernel: Kernel, problem: MoEProblem) -> Sequence[MoEWeights]:
+        """Where the Gluon kernel serves few tokens, prompts find experts as it takes them."""
+        if kernel == "triton" or (kernel == "unfused" and not gluon_serves(case.shape)):
             return problem.layers
         if not self._cut:
             self._cut += map(cut_copy, problem.layers)
         return self._cut
 
     def _measure(self, case: MoECase, variant: Variant, problem: MoEProblem, exact: Tensor) -> tuple[Timing, float]:
+        layers = self._layers_for(case, variant.kernel, problem)
+        inputs = list(zip(problem.x, layers, problem.logits, strict=True))
+        calls: list[Call]
+        if variant.kernel == "unfused":
+            calls = [partial(moe_unfused, x, weights, logits=logits) for x, weights, logits in inputs]
+            result, allowed = moe_unfused(problem.x[0], layers[0], logits=problem.logits[0]), ALLOWED_16_BIT
+        else:
+            decode = self._decode(case, variant, MoEShape.of(layers[0]))
+            calls = [partial(decode, *one) for one in inputs]
+            result = torch.full(exact.shape, torch.nan, dtype=torch.float32, device=self.device)
+            decode(*inputs[0], result)
+            allowed = ALLOWED[variant.activations]
+        error = require([(result, exact)], allowed)
+        return self.timer(calls, self.replays), error
+
+    def _decode(self, case: MoECase, variant: Variant, shape: MoEShape) -> Callable[..., Tensor]:
+        """One launch, or of a prompt one for 64 tokens: (tokens, weights, logits, where to leave the result)."""
         from subten.kernels.moe.triton_decode import MoEScratch
 
-        layers, moe_decode = self._layers_for(variant.kernel, problem), module_of(variant.kernel).moe_decode
-        shape = MoEShape.of(layers[0])
+        moe_decode = module_of(variant.kernel).moe_decode
         plan = self.tuned.plan(case, variant, shape, self.machine.num_sms)
         if self.device.type == "cpu":
             plan = replace(plan, finishers=1)  # The interpreter runs programs one after the other.
         scratch = MoEScratch.allocate(plan, shape.hidden, self.device)
-        out = torch.full(exact.shape, torch.nan, dtype=torch.float32, device=self.device)
-        moe_decode(problem.x[0], layers[0], plan, scratch, logits=problem.logits[0], out=out)
-        error = require([(out, exact)], ALLOWED[variant.activations])
-        calls = [
-            partial(moe_decode, x, weights, plan, scratch, logits=logits)
-            for x, weights, logits in zip(problem.x, layers, problem.logits, strict=True)
-        ]
-        return self.timer(calls, self.replays), error
+
+        def decode(x: Tensor, weights: MoEWeights, logits: Tensor, out: Tensor | None = None) -> Tensor:
+            def launch(some: slice) -> Tensor:
+                onto = None if out is None else out[some]
+                result: Tensor = moe_decode(x[some], weights, plan, scratch, logits=logits[some], out=onto)
+                return result
+
+            return in_launches(launch, len(x))
+
+        return decode
 
     def _measure_peers(self, case: MoECase, problem: MoEProblem, exact: Tensor) -> tuple[dict[str, float], list[str]]:
         """Microseconds by name, and why others are not there."""
@@ -196,8 +226,8 @@ def reference(weights: MoEWeights, x: Tensor, logits: Tensor) -> Tensor:
     chosen, shares = route(logits[:, : rule.num_experts].double(), rule, weights.correction)
     out = torch.zeros_like(x)
     for expert in chosen.unique().tolist():
-        share = torch.where(chosen == expert, shares, 0).sum(1, keepdim=True)
-        out += share * _one_expert(x, weights.experts, expert)
+        tokens, places = (chosen == expert).nonzero(as_tuple=True)
+        out.index_add_(0, tokens, shares[tokens, places, None] * _one_expert(x[tokens], weights.experts, expert))
     if weights.shared is not None:
         share = torch.ones_like(out[:, :1])
         if weights.shared.gate is not None:

@@ -23,6 +23,8 @@ from subten.models.spec import MoESpec
 WEIGHTS = ("bf16", "channel", "block")
 """16 bit, or FP8 with scales by output channel or by blocks of 128 x 128."""
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
+MOST_TOKENS = 8192
+"""Of a prompt."""
 DEMO = "demo-moe"
 
 
@@ -53,6 +55,16 @@ class MoECase:
     shape: str
     tokens: int
     weights: str
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it takes more than one launch."""
+        return self.tokens > MOST_TOKENS_OF_A_LAUNCH
+
+    @property
+    def launch_tokens(self) -> int:
+        """Of one launch."""
+        return min(self.tokens, MOST_TOKENS_OF_A_LAUNCH)
 
 
 @dataclass(frozen=True)
@@ -89,8 +101,10 @@ class MoEProblem:
         return round(3 * neurons * experts.hidden_size * itemsize) + 2 * self.x[0].nbytes
 
 
-def choose_cases(shapes: Sequence[str], tokens: Sequence[str], weights: Sequence[str]) -> tuple[MoECase, ...]:
-    """Every combination; empty means all shapes, all numbers of tokens, FP8 by blocks.
+def choose_cases(
+    shapes: Sequence[str], tokens: Sequence[str], weights: Sequence[str], *, most: int = MOST_TOKENS_OF_A_LAUNCH
+) -> tuple[MoECase, ...]:
+    """Every combination of up to `most` tokens; empty means all shapes, 1 to 64 tokens, FP8 by blocks.
 
     Raises:
         ParameterError: there is no such shape, number or kind.
@@ -99,7 +113,7 @@ def choose_cases(shapes: Sequence[str], tokens: Sequence[str], weights: Sequence
         unknown = [name for name in given if name not in known]
         if unknown:
             raise ParameterError(f"{option} has '{unknown[0]}'; it takes {', '.join(known)}, separated by commas")
-    counts = token_counts("--tokens", tokens, MOST_TOKENS_OF_A_LAUNCH) or TOKENS
+    counts = token_counts("--tokens", tokens, most) or TOKENS
     cases = product(shapes or NAMES, weights or ["block"], counts)
     # The demo model is measured as it is served.
     return tuple(dict.fromkeys(MoECase(shape, n, "bf16" if shape == DEMO else kind) for shape, kind, n in cases))

@@ -1,4 +1,4 @@
-"""The one-launch kernels by name: what each is for, takes, plans and is compiled as."""
+"""Kernels by name: which are measured of a case, and what a one-launch kernel takes, plans and is compiled as."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from subten.kernels.moe.gluon_plan import (
 from subten.kernels.moe.packing import cut_down
 from subten.kernels.moe.plan import Activations, MoEPlan, MoEShape, MoETuning, Sums, plan_moe
 
-Kernel = Literal["gluon", "triton"]
+Kernel = Literal["gluon", "triton", "unfused"]
+"""The first two are one launch, of a prompt one for 64 tokens; the last is step by step, with experts in FP8 restored
+in the call."""
 Plan = MoEPlan | GluonMoEPlan
 
 
@@ -41,25 +43,29 @@ def variants(
     case: MoECase, kernels: Sequence[Kernel], activations: Sequence[Activations], sums: Sequence[Sums]
 ) -> list[Variant]:
     """What is measured of a case. Weights in 16 bit are multiplied in 16 bit only, and by the Gluon kernel all are.
-    It does not serve every shape."""
+    It does not serve every shape. What is unfused is there for prompts."""
     kinds: Sequence[Activations] = ["16bit"] if case.weights == "bf16" else activations
-    return [
+    launched = [
         Variant(kernel, kind, one)
         for kernel in kernels
+        if kernel != "unfused"
         for kind in kinds
         for one in sums
-        if kernel == "triton" or (kind == "16bit" and _gluon_serves(case.shape))
+        if kernel == "triton" or (kind == "16bit" and gluon_serves(case.shape))
     ]
+    unfused = [Variant("unfused", "16bit", "float")] if case.is_prompt and "unfused" in kernels else []
+    return launched + unfused
 
 
-def _gluon_serves(shape: str) -> bool:
+def gluon_serves(shape: str) -> bool:
+    """Whether the Gluon kernel takes experts of such sizes."""
     # Tokens of the shipped model are half as wide as it takes.
     model = MODELS.get(shape)
     return model is not None and shape_refusal(model.hidden, model.intermediate, model.shared) is None
 
 
 def module_of(kernel: Kernel) -> ModuleType:
-    """With `moe_decode`, `decode_arguments` and `moe_kernel`."""
+    """Of a one-launch kernel: with `moe_decode`, `decode_arguments` and `moe_kernel`."""
     return import_module(f"subten.kernels.moe.{kernel}_decode")
 
 

@@ -21,7 +21,8 @@ class MoERow:
         shape: name of the model.
         tokens: of the batch.
         weights: of the experts: "bf16", or FP8 with scales by "channel" or "block".
-        kernel: "gluon" or "triton".
+        kernel: "gluon" or "triton", of more than 64 tokens one launch for 64 behind the other; or "unfused", with
+            experts in FP8 restored in the call.
         activations: what weights are multiplied with.
         sums: how outputs are added up.
         distinct_experts: that the tokens visit, mean over the layers.
@@ -69,7 +70,7 @@ def moe_json(machine: Machine, rows: Sequence[MoERow]) -> bytes:
 def moe_line(row: MoERow, seconds: float) -> str:
     """A row as it comes, on one line."""
     head = (
-        f"[{seconds:4.0f} s] {row.shape:>13} {row.tokens:2} {row.weights:<7} {row.kernel:<6} {row.activations:<5} "
+        f"[{seconds:4.0f} s] {row.shape:>13} {row.tokens:4} {row.weights:<7} {row.kernel:<7} {row.activations:<5} "
         f"{row.sums:<5}"
     )
     if row.us is None:

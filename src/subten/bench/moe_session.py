@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
 from subten.bench.machine import describe, require_gpu
 from subten.bench.moe import MoEBench, Tuned, compile_moe_ahead, load_peer, shape_of
-from subten.bench.moe_cases import MoECase, choose_cases
+from subten.bench.moe_cases import MOST_TOKENS, MoECase, choose_cases
 from subten.bench.moe_kernels import Kernel, Variant, variants
 from subten.bench.moe_report import MoERow, moe_json, moe_line, moe_table
 from subten.bench.report import ResultFile
@@ -47,7 +47,7 @@ class MoEOptions:
             if not chosen or not set(chosen) <= set(known):
                 raise ParameterError(f"{option} is '{text}'; it takes {', '.join(known)}, separated by commas")
         return cls(
-            choose_cases(names(shapes), names(tokens), names(weights)),
+            choose_cases(names(shapes), names(tokens), names(weights), most=MOST_TOKENS),
             [name for name in get_args(Kernel) if name in names(kernels)],
             [name for name in get_args(Activations) if name in names(activations)],
             [name for name in get_args(Sums) if name in names(sums)],
@@ -81,13 +81,18 @@ def run_moe(
     plans = Tuned() if tuned is None else Tuned.read(tuned)
     machine, rows, start = describe(device, commit), list[MoERow](), time.monotonic()
     announce(machine)
-    tasks = [(case, variant) for case in options.cases for variant in options.variants(case)]
+    launches = dict.fromkeys(
+        (replace(case, tokens=case.launch_tokens), variant)
+        for case in options.cases
+        for variant in options.variants(case)
+        if variant.kernel != "unfused"
+    )
     kinds = dict.fromkeys((case.shape, case.weights) for case in options.cases)
     shapes = {kind: shape_of(MoECase(kind[0], 1, kind[1]), device) for kind in kinds}
     note = compile_moe_ahead(
         [
             (case, plans.plan(case, variant, shapes[case.shape, case.weights], machine.num_sms))
-            for case, variant in tasks
+            for case, variant in launches
         ]
     )
     print(f"[{time.monotonic() - start:4.0f} s] {note}", flush=True)

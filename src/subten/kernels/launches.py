@@ -3,9 +3,11 @@ whether one behind the other."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 MOST_TOKENS_OF_A_LAUNCH = 64
 """Of a linear layer or a mixture of experts that is one launch. More go through the products of a library."""
@@ -20,6 +22,13 @@ def padded(count: int) -> int:
 def sizes(most: int) -> list[int]:
     """All that `padded` gives for numbers from 1 to `most`."""
     return sorted({padded(count) for count in range(1, most + 1)})
+
+
+def in_launches(launch: Callable[[slice], Tensor], tokens: int) -> Tensor:
+    """One launch behind the other, each of which returns the rows of its tokens."""
+    starts = range(0, tokens, MOST_TOKENS_OF_A_LAUNCH)
+    parts = [launch(slice(start, start + MOST_TOKENS_OF_A_LAUNCH)) for start in starts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @lru_cache

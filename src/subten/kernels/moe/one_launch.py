@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from subten.errors import KernelUnavailableError
-from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH, padded
+from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH, in_launches, padded
 from subten.kernels.moe.gluon_plan import GluonMoEPlan
 from subten.kernels.moe.inputs import MoEWeights
 from subten.kernels.moe.packing import E4M3
@@ -69,12 +69,11 @@ class OneLaunchMoE(ABC, Generic[Plan]):
     def _in_launches(
         self, x: Tensor, weights: MoEWeights, logits: Tensor | None, residual: Tensor | None, factor: float
     ) -> Tensor:
-        outputs = []
-        for first in range(0, len(x), MOST_TOKENS_OF_A_LAUNCH):
-            some = slice(first, first + MOST_TOKENS_OF_A_LAUNCH)
+        def launch(some: slice) -> Tensor:
             of_some, onto = (None if tensor is None else tensor[some] for tensor in (logits, residual))
-            outputs.append(self._in_one(x[some], weights, of_some, onto, factor))
-        return torch.cat(outputs)
+            return self._in_one(x[some], weights, of_some, onto, factor)
+
+        return in_launches(launch, len(x))
 
     @abstractmethod
     def refuse(self, weights: MoEWeights) -> str | None:
