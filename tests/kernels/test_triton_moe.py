@@ -219,14 +219,15 @@ def test_onto_a_residual_stream(kind: str, sums: str) -> None:
     assert error(out - residual.float(), exact - residual.double()) <= EXACT
 
 
-def test_prompts_go_another_way() -> None:
+def test_prompts_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_launch, "most_tokens_in_launches", lambda _shape: MOST_TOKENS_OF_A_LAUNCH)
     weights, x = block(RENORMALISED, shared=32), tokens(MOST_TOKENS_OF_A_LAUNCH + 1)
     result = TritonMoE()(x, weights)
     assert error(result, moe_reference(x.float(), _in_float32(weights)).double()) < 2e-2
 
 
-def test_prompts_with_experts_in_fp8_go_through_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restoring all experts in 16 bit takes longer: no weight is."""
+def test_short_prompts_go_through_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No expert is restored in 16 bit."""
     monkeypatch.setattr(one_launch, "moe_unfused", None)
     moe, weights, count = TritonMoE(), block(RENORMALISED, "channel", shared=32), MOST_TOKENS_OF_A_LAUNCH + 9
     x, residual = tokens(count), tokens(count, seed=3)
@@ -239,12 +240,12 @@ def test_prompts_with_experts_in_fp8_go_through_several_launches(monkeypatch: py
     assert moe(x, weights).shape == x.shape
 
 
-@pytest.mark.parametrize(("kind", "count", "unfused"), [("bf16", 65, 1), ("channel", 80, 0), ("channel", 81, 1)])
+@pytest.mark.parametrize(("kind", "count", "unfused"), [("bf16", 65, 1), ("channel", 128, 0), ("channel", 129, 1)])
 def test_which_prompts_go_through_grouped_gemms(
     kind: str, count: int, unfused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    monkeypatch.setattr(one_launch, "MOST_TOKENS_IN_LAUNCHES", 80)
+    monkeypatch.setattr(one_launch, "most_tokens_in_launches", lambda shape: 64 if shape.scales == "none" else 128)
     monkeypatch.setattr(one_launch, "moe_unfused", lambda x, *_, **__: calls.append(x) or x)
     moe = TritonMoE()
     monkeypatch.setattr(moe, "launch", lambda x, *_: x)

@@ -10,16 +10,13 @@ from torch import Tensor
 
 from subten.errors import KernelUnavailableError
 from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH, in_launches, padded
+from subten.kernels.moe.crossover import most_tokens_in_launches
 from subten.kernels.moe.gluon_plan import GluonMoEPlan
 from subten.kernels.moe.inputs import MoEWeights
 from subten.kernels.moe.packing import E4M3
 from subten.kernels.moe.plan import MoEPlan, MoEShape
 from subten.kernels.moe.triton_decode import MoEScratch
 from subten.kernels.moe.unfused import moe_unfused
-
-MOST_TOKENS_IN_LAUNCHES = 1024
-"""Of experts in FP8 in launches one behind the other: grouped GEMMs take experts in 16 bit, in which all of them
-would be restored in every call. docs/kernels/moe.md says what that costs."""
 
 Plan = TypeVar("Plan", MoEPlan, GluonMoEPlan)
 
@@ -43,15 +40,15 @@ class OneLaunchMoE(ABC, Generic[Plan]):
         residual: Tensor | None = None,
         factor: float = 1.0,
     ) -> Tensor:
-        """Up to `MOST_TOKENS_OF_A_LAUNCH` tokens in one launch behind the router's product; more by grouped GEMMs,
-        or, of experts in FP8, up to `MOST_TOKENS_IN_LAUNCHES` in several launches.
+        """Up to `MOST_TOKENS_OF_A_LAUNCH` tokens in one launch behind the router's product, up to
+        `most_tokens_in_launches` in several, more by grouped GEMMs.
 
         Raises:
             KernelUnavailableError: the experts are of a kind that the kernel does not serve.
         """
         reason = self.refuse(weights) or _no_fp8(weights)
         if len(x) > MOST_TOKENS_OF_A_LAUNCH:
-            if reason is None and weights.gate_up.dtype == E4M3 and len(x) <= MOST_TOKENS_IN_LAUNCHES:
+            if reason is None and len(x) <= most_tokens_in_launches(MoEShape.of(weights)):
                 return self._in_launches(x, weights, logits, residual, factor)
             return moe_unfused(x, weights, logits=logits, residual=residual, factor=factor)
         if reason is not None:
