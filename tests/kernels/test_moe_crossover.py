@@ -49,6 +49,12 @@ def test_the_dearer_restoring_the_later(name: str) -> None:
     assert most_tokens_in_launches(shape(name, "bf16")) == MOST_TOKENS_OF_A_LAUNCH
 
 
+def test_down_projections_in_16_bit_are_put_together_where_they_are_cut() -> None:
+    of = shape("qwen3-30b-a3b", "bf16")
+    moved = grouped_us(replace(of, cut=64), 65) - grouped_us(of, 65)
+    assert moved == pytest.approx(4 * 128 * 2048 * 768 / 4.55e6)
+
+
 def test_grouped_gemms_are_limited_by_products_in_the_end() -> None:
     of = shape("mix-32b-a9b")
     assert grouped_us(of, 128) == grouped_us(of, 65)

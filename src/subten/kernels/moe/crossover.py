@@ -21,7 +21,7 @@ class Costs:
         read: bytes that a launch reads of experts.
         launch_us: before and after that.
         launch_products: floating-point operations of a launch, which come on top, its additions into sums with them.
-        restored: bytes that are read and written for each weight that is restored in 16 bit, at the rate `read`.
+        restored: bytes, at the rate `read`, that are read and written for a weight in FP8 to be one in 16 bit.
         grouped_us: of all other steps around the grouped GEMMs.
         grouped_read: bytes that these read of experts in 16 bit.
         grouped_products: their floating-point operations, beside which they read.
@@ -44,8 +44,8 @@ H200 = Costs(
     launch_products=240e6,
     grouped_us=95,
     grouped_read=2.75e6,
-    # Not measured: the two passes of packing.py over the weights, and what dense products in bf16 reach at best.
-    restored=7,
+    # Not measured: a byte read and two written, and what dense products in bf16 reach at best.
+    restored=3,
     grouped_products=600e6,
 )
 """Other GPUs are taken to compare in the same way."""
@@ -75,9 +75,10 @@ def launch_us(shape: MoEShape, costs: Costs = H200) -> float:
 def grouped_us(shape: MoEShape, tokens: int, costs: Costs = H200) -> float:
     """Of all steps by themselves, experts in FP8 restored among them."""
     weights = _weights(shape)
-    restoring = 0.0 if shape.scales == "none" else costs.restored * weights / costs.read
+    # Of weights in 16 bit, down projections have to be put together where they are cut: one weight in three.
+    moved = costs.restored if shape.scales != "none" else 4 / 3 if shape.cut else 0
     gemms = max(2 * weights / costs.grouped_read, _products(shape, tokens) / costs.grouped_products)
-    return costs.grouped_us + restoring + gemms
+    return costs.grouped_us + moved * weights / costs.read + gemms
 
 
 def _weights(shape: MoEShape) -> int:

@@ -1,0 +1,75 @@
+"""Experts in FP8 restored in one pass, in Triton's interpreter, against torch; and compiled without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from subten.kernels.moe import RouterSpec, packing
+from subten.kernels.moe.packing import EVERY, cut_down, wide_down, wide_gate_up, wide_reference
+from support.device_code import quicken_interpreter
+from support.interpreter import correct_numbers
+from support.moe import block
+
+RULE = RouterSpec(3, 2, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["channel", "block"])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(256, 128), (192, 96)])
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_same_bits_as_torch(cut, hidden, intermediate, kind, dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial tiles and blocks among them, and some experts only."""
+    quicken_interpreter(monkeypatch)
+    correct_numbers(monkeypatch)
+    weights = block(RULE, kind, hidden=hidden, intermediate=intermediate)
+    experts = (cut_down(weights, 32) if cut else weights).experts
+    gate_up = wide_reference(experts.gate_up, experts.gate_up_scale, dtype, 2)
+    down = wide_reference(experts.down, experts.down_scale, dtype, 1)
+    monkeypatch.setattr(packing, "_in_one_pass", lambda *_: True)
+    monkeypatch.setattr(packing, "wide_reference", None)
+    assert torch.equal(wide_gate_up(experts, EVERY, dtype), gate_up)
+    assert torch.equal(wide_down(experts, EVERY, dtype), down)
+    assert torch.equal(wide_down(experts, slice(1, 2), dtype), down[1:2])
+    assert gate_up.any(-1).all()
+    assert down.shape == (3, hidden, intermediate)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype", "found", "expected"),
+    [
+        ("cpu", (9, 0), torch.bfloat16, True, False),
+        ("cuda", (8, 0), torch.bfloat16, True, False),
+        ("cuda", (8, 9), torch.float16, True, True),
+        ("cuda", (10, 0), torch.bfloat16, True, True),
+        ("cuda", (9, 0), torch.float64, True, False),
+        ("cuda", (9, 0), torch.bfloat16, False, False),
+    ],
+)
+def test_where_it_is_taken(device, capability, dtype, found, expected, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(packing, "find_spec", lambda _name: SimpleNamespace() if found else None)
+    assert packing._in_one_pass(torch.device(device), dtype) is expected
+
+
+def test_sixteen_bytes_at_a_time_on_all_generations_with_fp8(tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
+    command = [sys.executable, "-m", "support.compile_restore", str(tmp_path)]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    results = json.loads(child.stdout)
+    assert {result["capability"] for result in results} == {89, 90, 100}
+    for result in results:
+        assert result["spilled"] == 0
+        assert set(result["stores"]) == {"STG.E.128"}
+        # Of 64 x 128 weights, 128 threads load 4 times 16; the others are scales.
+        assert result["loads"]["LDG.E.128"] == 4
+        assert set(result["loads"]) == {"LDG.E.128", "LDG.E"}
