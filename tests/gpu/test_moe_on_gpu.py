@@ -12,8 +12,9 @@ from subten.bench.moe_cases import MODELS, WEIGHTS, MoECase, build_problem, rand
 from subten.bench.moe_kernels import Variant, cut_copy, make_plan, module_of, variants
 from subten.kernels.moe.gluon_moe import GluonMoE, pack
 from subten.kernels.moe.gluon_plan import SLICE, GluonMoETuning
-from subten.kernels.moe.packing import EVERY, cut_down, wide_down, wide_gate_up, wide_reference
+from subten.kernels.moe.packing import EVERY, cut_down, wide_down, wide_gate_up
 from subten.kernels.moe.plan import MoEShape
+from subten.kernels.moe.restoring import in_one_pass, restored_down, restored_gate_up
 from subten.kernels.moe.triton_decode import MoEScratch, multiprocessors
 from subten.kernels.moe.triton_moe import TritonMoE
 from subten.kernels.moe.unfused import moe_unfused
@@ -189,6 +190,6 @@ def test_prompts_agree_with_the_reference() -> None:
 def test_experts_are_restored_to_the_same_bits_as_in_torch(kernel, kind, dtype) -> None:
     weights, *_ = problem_of("olmoe-1b-7b", 1, kind, kernel)
     experts = weights.experts
-    gate_up = wide_reference(experts.gate_up, experts.gate_up_scale, dtype, 2)
-    assert torch.equal(wide_gate_up(experts, EVERY, dtype), gate_up)
-    assert torch.equal(wide_down(experts, EVERY, dtype), wide_reference(experts.down, experts.down_scale, dtype, 1))
+    assert in_one_pass(CUDA, dtype)
+    assert torch.equal(restored_gate_up(experts, dtype), wide_gate_up(experts, EVERY, dtype))
+    assert torch.equal(restored_down(experts, dtype), wide_down(experts, EVERY, dtype))

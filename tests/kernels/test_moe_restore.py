@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from subten.kernels.moe import RouterSpec, packing
-from subten.kernels.moe.packing import EVERY, cut_down, wide_down, wide_gate_up, wide_reference
+from subten.kernels.moe import RouterSpec, restoring
+from subten.kernels.moe.packing import EVERY, cut_down, wide_down, wide_gate_up
+from subten.kernels.moe.restoring import in_one_pass, restored_down, restored_gate_up
 from support.device_code import quicken_interpreter
 from support.interpreter import correct_numbers
 from support.moe import block
@@ -26,20 +27,26 @@ RULE = RouterSpec(3, 2, True)
 @pytest.mark.parametrize(("hidden", "intermediate"), [(256, 128), (192, 96)])
 @pytest.mark.parametrize("cut", [False, True])
 def test_the_same_bits_as_torch(cut, hidden, intermediate, kind, dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial tiles and blocks among them, and some experts only."""
+    """Partial tiles and blocks among them."""
     quicken_interpreter(monkeypatch)
     correct_numbers(monkeypatch)
     weights = block(RULE, kind, hidden=hidden, intermediate=intermediate)
     experts = (cut_down(weights, 32) if cut else weights).experts
-    gate_up = wide_reference(experts.gate_up, experts.gate_up_scale, dtype, 2)
-    down = wide_reference(experts.down, experts.down_scale, dtype, 1)
-    monkeypatch.setattr(packing, "_in_one_pass", lambda *_: True)
-    monkeypatch.setattr(packing, "wide_reference", None)
-    assert torch.equal(wide_gate_up(experts, EVERY, dtype), gate_up)
-    assert torch.equal(wide_down(experts, EVERY, dtype), down)
-    assert torch.equal(wide_down(experts, slice(1, 2), dtype), down[1:2])
+    gate_up, down = wide_gate_up(experts, EVERY, dtype), wide_down(experts, EVERY, dtype)
+    assert torch.equal(restored_gate_up(experts, dtype), gate_up)
+    monkeypatch.setattr(restoring, "in_one_pass", lambda *_: True)
+    monkeypatch.setattr(restoring, "wide_gate_up", None)
+    monkeypatch.setattr(restoring, "wide_down", None)
+    assert torch.equal(restored_gate_up(experts, dtype), gate_up)
+    assert torch.equal(restored_down(experts, dtype), down)
     assert gate_up.any(-1).all()
     assert down.shape == (3, hidden, intermediate)
+
+
+def test_experts_in_16_bit_are_what_they_were() -> None:
+    experts = block(RULE).experts
+    assert torch.equal(restored_gate_up(experts, torch.bfloat16), experts.gate_up)
+    assert torch.equal(restored_down(cut_down(block(RULE), 32).experts, torch.bfloat16), experts.down)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +62,8 @@ def test_the_same_bits_as_torch(cut, hidden, intermediate, kind, dtype, monkeypa
 )
 def test_where_it_is_taken(device, capability, dtype, found, expected, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
-    monkeypatch.setattr(packing, "find_spec", lambda _name: SimpleNamespace() if found else None)
-    assert packing._in_one_pass(torch.device(device), dtype) is expected
+    monkeypatch.setattr(restoring, "find_spec", lambda _name: SimpleNamespace() if found else None)
+    assert in_one_pass(torch.device(device), dtype) is expected
 
 
 def test_sixteen_bytes_at_a_time_on_all_generations_with_fp8(tmp_path: Path) -> None:

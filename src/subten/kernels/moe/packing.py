@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -18,44 +17,22 @@ EVERY = slice(None)
 
 def wide_gate_up(experts: Experts, which: slice, dtype: torch.dtype) -> Tensor:
     """The gate and up projections of some experts without scales, [experts, 2 * intermediate, hidden]."""
-    return _wide(experts.gate_up, experts.gate_up_scale, which, dtype, halves=2)
+    weight, scale = experts.gate_up[which], experts.gate_up_scale
+    wide = weight.to(dtype)
+    if scale is not None:
+        for half, of_half in zip(wide.chunk(2, 1), scale[which].chunk(2, 1), strict=True):
+            _scale_in_place(half, of_half)
+    return wide
 
 
 def wide_down(experts: Experts, which: slice, dtype: torch.dtype) -> Tensor:
     """The down projections of some experts without scales and not cut, [experts, hidden, intermediate]."""
-    return _wide(experts.down, experts.down_scale, which, dtype, halves=1)
-
-
-def _wide(weight: Tensor, scale: Tensor | None, which: slice, dtype: torch.dtype, halves: int) -> Tensor:
-    weight, scale = weight[which], None if scale is None else scale[which]
-    if scale is not None and _in_one_pass(weight.device, dtype):
-        from subten.kernels.moe.triton_restore import restore
-
-        return restore(weight, scale, dtype, halves)
-    return wide_reference(weight, scale, dtype, halves)
-
-
-def _in_one_pass(device: torch.device, dtype: torch.dtype) -> bool:
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def wide_reference(weight: Tensor, scale: Tensor | None, dtype: torch.dtype, halves: int) -> Tensor:
-    """[E, rows, columns] in torch, of experts that may be cut and may have scales: two passes over them.
-
-    Args:
-        weight: [E, rows, columns], or cut [E, slices, rows, columns / slices].
-        scale: see `Experts`.
-        dtype: of the result.
-        halves: of the rows, each with blocks of scales of its own.
-    """
+    weight, scale = experts.down[which], experts.down_scale
     if weight.ndim == 4:
         weight = weight.transpose(1, 2)
     wide = weight.to(dtype, memory_format=torch.contiguous_format).flatten(2)
     if scale is not None:
-        for half, of_half in zip(wide.chunk(halves, 1), scale.chunk(halves, 1), strict=True):
-            _scale_in_place(half, of_half)
+        _scale_in_place(wide, scale[which])
     return wide
 
 

@@ -16,7 +16,7 @@ WARPS = 4
 
 
 def restore(weight: Tensor, scale: Tensor, dtype: torch.dtype, halves: int) -> Tensor:
-    """The same as `packing.wide_reference`, to the bit.
+    """The same as `packing.wide_gate_up` and `packing.wide_down`, to the bit.
 
     Args:
         weight: e4m3 [E, rows, columns], or cut [E, slices, rows, columns / slices], contiguous.

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subten.kernels.moe.inputs import MoEWeights
-from subten.kernels.moe.packing import EVERY, wide_down, wide_gate_up
 from subten.kernels.moe.reference import gate_share, onto, router_logits
+from subten.kernels.moe.restoring import restored_down, restored_gate_up
 from subten.kernels.moe.router import route
 from subten.kernels.precision import at_least_float32
 
@@ -29,7 +29,7 @@ def moe_unfused(
     Nothing is read back to the host and no shape depends on the routing: a CUDA graph can capture it. Where torch has
     no grouped GEMM for the device and dtype (it has for bfloat16 from compute capability 9.0 on), every expert is
     applied to every row and the right one chosen. Experts in FP8 are restored in `x`'s dtype, which takes memory for
-    the block in that dtype and is no more than a way to have the result. Sums are in float32 (float64 for float64).
+    the block in that dtype. Sums are in float32 (float64 for float64).
     """
     logits = router_logits(x, weights) if logits is None else logits
     chosen, shares = route(logits[:, : weights.rule.num_experts], weights.rule, weights.correction)
@@ -38,8 +38,8 @@ def moe_unfused(
     numbers = torch.arange(weights.rule.num_experts, device=x.device)
     ends = torch.searchsorted(by_expert, numbers, right=True).int()
     rows = x[order // weights.rule.top_k]
-    gate, up = _grouped(rows, wide_gate_up(weights.experts, EVERY, x.dtype), ends, by_expert).chunk(2, -1)
-    visited = _grouped(F.silu(gate) * up, wide_down(weights.experts, EVERY, x.dtype), ends, by_expert)
+    gate, up = _grouped(rows, restored_gate_up(weights.experts, x.dtype), ends, by_expert).chunk(2, -1)
+    visited = _grouped(F.silu(gate) * up, restored_down(weights.experts, x.dtype), ends, by_expert)
     sorted_back = torch.empty_like(at_least_float32(visited))
     sorted_back[order] = at_least_float32(visited) * shares.flatten()[order, None]
     output = sorted_back.view(*chosen.shape, -1).sum(1)
@@ -67,6 +67,6 @@ def _grouped(rows: Tensor, weight: Tensor, ends: Tensor, by_expert: Tensor) -> T
 def _shared(x: Tensor, weights: MoEWeights, logits: Tensor) -> Tensor:
     assert weights.shared is not None
     expert = weights.shared.expert
-    first, up = F.linear(x, wide_gate_up(expert, EVERY, x.dtype)[0]).chunk(2, -1)
-    visited = at_least_float32(F.linear(F.silu(first) * up, wide_down(expert, EVERY, x.dtype)[0]))
+    first, up = F.linear(x, restored_gate_up(expert, x.dtype)[0]).chunk(2, -1)
+    visited = at_least_float32(F.linear(F.silu(first) * up, restored_down(expert, x.dtype)[0]))
     return visited if weights.shared.gate is None else gate_share(logits) * visited
