@@ -24,7 +24,7 @@ REGISTERS = 65536 // (32 * (WARPS + 4)) // 8 * 8
 _SHARED_MEMORY = 227 << 10
 _BESIDE = 1 << 10
 """Barriers, smaller reductions, and what the driver has of a multiprocessor."""
-_LONGEST_RUN = 15
+LONGEST_RUN = 15
 """With 16, there are up to nine blocks of scales, and so room for 16."""
 _USUAL_RUN = 11
 """Hardly any program has longer ones."""
@@ -88,9 +88,9 @@ def longest_run(shape: MoEShape, columns: int, stages: int) -> int:
     tokens = 2 * shape.hidden * columns
     # Between warps: sums of both halves of a pair for gate and up; before, of every expert its tokens as bits.
     exchanged = 8 * max(SLICE * columns, WARPS * shape.padded_experts)
-    scales = 12 * blocks_of_run(_LONGEST_RUN) * row_of_scales(shape) if shape.scales == "block" else 0
+    scales = 12 * blocks_of_run(LONGEST_RUN) * row_of_scales(shape) if shape.scales == "block" else 0
     free = _SHARED_MEMORY - _BESIDE - stages * 4 * SLICE * LINE - tokens - exchanged - scales
-    return max(0, min(_LONGEST_RUN, free // (columns * (2 * terms * SLICE + 4))))
+    return max(0, min(LONGEST_RUN, free // (columns * (2 * terms * SLICE + 4))))
 
 
 def tile_columns(shape: MoEShape, tokens: int) -> int:

@@ -17,10 +17,16 @@ from subten.kernels.moe.inputs import SCALE_BLOCK
 
 _WARPS = gl.constexpr(WARPS)
 _SCALE_BLOCK = gl.constexpr(SCALE_BLOCK)
-UNIT = gl.constexpr(2.0**-32)
-"""Of the sums: a token whose outputs are as small as 1e-3 still gets them to 2e-7."""
+UNIT = gl.constexpr(2.0**-27)
+"""Of the sums: what a slice adds is rounded to 4e-9 at most."""
 _LARGEST_SHARE = gl.constexpr(2.0**18)
-"""What an item may add to an output; 2^13 of these fit. A token with larger ones becomes NaN, not something wrong."""
+"""What a slice may add to an output; 2^18 of these fit. A token with larger ones becomes NaN, not something wrong."""
+_LIMB_BITS = gl.constexpr(23)
+"""A share up to the largest is, in units, `high * 2^23 + low`, both of at most 2^22."""
+_LIMB = gl.constexpr(2.0**23)
+_ROUNDER = gl.constexpr(1.5 * 2.0**23)
+"""A float32 of at most 2^22 that this is added to becomes the nearest whole number, in the lower bits of the sum."""
+_ROUNDER_BITS = gl.constexpr(0x4B400000)
 _INFINITY = gl.constexpr(0x7F800000)
 
 
@@ -204,13 +210,12 @@ def _down_of_run(
     row_scale = row_scales(scales, run[2], row, SHAPE)
     for number in range(STEPS):
         step = rows_at(number, run[2], STEPS)
-        nothing = gl.zeros([ROWS, COLUMNS], sums.dtype.element_ty, layout=ACC)
-        added, peak, turn = _down_of_rows(
-            run, step, turn, pipe, kept, row_scale, block_scales, peak, (nothing, nothing), SHAPE, TUNING, FIXED
+        totals, peak, turn = _down_of_rows(
+            run, step, turn, pipe, kept, row_scale, block_scales, peak, SHAPE, TUNING, FIXED
         )
         row_scale = row_scales(scales, step + 1, row, SHAPE)
         for i in gl.static_range(2):
-            _add(places + (2 * step + i) * ROWS, added[i], summed)
+            _add(places + (2 * step + i) * ROWS, totals[i], summed)
     if FIXED:
         lost |= (gl.max(peak, 0) > _LARGEST_SHARE / UNIT).to(gl.int32)
         gl.atomic_max(broken + token, lost, mask=real & (lost != 0), sem="relaxed")
@@ -219,21 +224,24 @@ def _down_of_run(
 
 @gluon.jit
 def _down_of_rows(
-    run, step, turn, pipe, kept, row_scale, block_scales, peak, added, SHAPE: gl.constexpr, TUNING: gl.constexpr,
+    run, step, turn, pipe, kept, row_scale, block_scales, peak, SHAPE: gl.constexpr, TUNING: gl.constexpr,
     FIXED: gl.constexpr,
 ):  # fmt: skip
-    """Of two tiles of rows, all slices of a run: two sums [row, token], of which `added` has the first terms, the
-    largest magnitudes that were added so far, and `turn` behind them."""
+    """Of two tiles of rows, all slices of a run: two sums [row, token], the largest magnitudes that were added so
+    far, and `turn` behind them."""
     inners, units = kept
     WORD: gl.constexpr = pipe[0].dtype
     TERMS: gl.constexpr = terms_of(inners.dtype)
-    ROWS: gl.constexpr = added[0].shape[0]
+    ROWS: gl.constexpr = pipe[0].shape[1] * pipe[0].shape[2] // (2 * TUNING.slice)
+    COLUMNS: gl.constexpr = TUNING.columns
     ACC: gl.constexpr = product_layout()
     LEFT: gl.constexpr = _operand_layout(0, ACC, WORD)
     RIGHT: gl.constexpr = _operand_layout(1, ACC, WORD)
     TILES: gl.constexpr = _tile_layout(WORD, TUNING.slice, 2)
     if SHAPE.scales == "block":
         of_tiles = in_twos(block_scales[1])
+    nothing = gl.zeros([ROWS, COLUMNS], gl.int32 if FIXED else gl.float32, layout=ACC)
+    added = ((nothing, nothing), (nothing, nothing)) if FIXED else (nothing, nothing)
     for number in range(run[3]):
         block = block_of(run, number, TUNING)
         inner = ()
@@ -258,9 +266,32 @@ def _down_of_rows(
                     product *= row_scale[i][:, None]
             if FIXED:
                 peak = gl.maximum(peak, _peak(product, peak))
-            more += (added[i] + product.to(added[i].dtype),)
+                more += (_add_rounded(added[i], product),)
+            else:
+                more += (added[i] + product,)
         added = more
+    if FIXED:
+        added = (_whole(added[0], run[3]), _whole(added[1], run[3]))
     return added, peak, turn
+
+
+@gluon.jit
+def _add_rounded(limbs, values):
+    """Add float32 numbers, rounded to whole ones, to sums in two limbs of int32, high and low.
+
+    Conversions to 64 bits are instructions that a multiprocessor has few units for, and took up to a twentieth of the
+    kernel's time. This has none: see `_ROUNDER`, whose bits are left in the sums.
+    """
+    high = values * (1 / _LIMB) + _ROUNDER
+    low = values - (high - _ROUNDER) * _LIMB + _ROUNDER
+    return limbs[0] + high.to(gl.int32, bitcast=True), limbs[1] + low.to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _whole(limbs, count):
+    """The int64 of such sums, of so many numbers."""
+    high, low = limbs[0] - count * _ROUNDER_BITS, limbs[1] - count * _ROUNDER_BITS
+    return (high.to(gl.int64) << _LIMB_BITS) + low.to(gl.int64)
 
 
 @gluon.jit
