@@ -186,7 +186,7 @@ def main() -> None:
     machine = describe(device, args.commit)
     announce(machine)
     cases = choose_cases(*map(names, (args.shapes, args.tokens, args.weights)))
-    work = {case: plans(case, args, machine, device) for case in cases}
+    work = {case: plans(case, args, machine) for case in cases}
     # The first candidates of all cases come first: what the time does not allow is missing evenly. The number of
     # programs is not compiled in.
     turns = zip_longest(*([(case, replace(plan, programs=1)) for _, plan in work[case]] for case in cases))
@@ -209,11 +209,9 @@ def main() -> None:
     print(f"[{time.monotonic() - start:.0f} s]", flush=True)
 
 
-def plans(
-    case: MoECase, args: argparse.Namespace, machine: Machine, device: torch.device
-) -> list[tuple[Variant, Plan]]:
+def plans(case: MoECase, args: argparse.Namespace, machine: Machine) -> list[tuple[Variant, Plan]]:
     """The candidates of a case."""
-    shape = shape_of(case, device)
+    shape = shape_of(case)
     return [
         (variant, plan)
         for variant in variants(case, names(args.kernels), names(args.activations), names(args.sums))

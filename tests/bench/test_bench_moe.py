@@ -220,7 +220,7 @@ def test_rows_are_printed_and_saved(monkeypatch, machine, tmp_path: Path, capsys
 
 
 def test_plans_that_a_tool_found(tmp_path: Path) -> None:
-    case, shape = MoECase("tiny", 8, "block"), shape_of(MoECase("qwen3-30b-a3b", 1, "bf16"), torch.device("meta"))
+    case, shape = MoECase("tiny", 8, "block"), shape_of(MoECase("qwen3-30b-a3b", 1, "bf16"))
     default = Tuned().plan(case, EXACT, shape, 132)
     assert default == plan_moe(shape, 8, 132)
     rows = [

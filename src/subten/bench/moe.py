@@ -19,12 +19,12 @@ from subten.bench.comparing import compared
 from subten.bench.machine import Machine, first_line
 from subten.bench.moe_cases import (
     DEMO,
-    MODELS,
     MoECase,
     MoEProblem,
     build_problem,
     demo_problem,
     empty_block,
+    geometry_of,
     random_layers,
 )
 from subten.bench.moe_kernels import (
@@ -310,16 +310,14 @@ def compile_moe_ahead(
 
 def _compile(case: MoECase, plan: Plan, outputs: Sequence[torch.dtype]) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    compile_launch(_weights(case, device), case.tokens, plan, outputs)
+    compile_launch(_like(case, device), case.tokens, plan, outputs)
 
 
-def shape_of(case: MoECase, device: torch.device) -> MoEShape:
+def shape_of(case: MoECase) -> MoEShape:
     """Of a case's weights."""
-    return MoEShape.of(_weights(case, device if case.shape == DEMO else torch.device("meta")))
+    return MoEShape.of(_like(case, torch.device("meta")))
 
 
-def _weights(case: MoECase, device: torch.device) -> MoEWeights:
-    """As a case has them; random ones are left as memory is."""
-    if case.shape == DEMO:
-        return demo_problem(case.tokens, 1, device).layers[0]
-    return empty_block(MODELS[case.shape], case.weights, device)
+def _like(case: MoECase, device: torch.device) -> MoEWeights:
+    """Weights as a case has them, but left as memory is."""
+    return empty_block(geometry_of(case.shape), case.weights, device)

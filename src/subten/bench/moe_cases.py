@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -18,7 +19,7 @@ from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH
 from subten.kernels.moe import MoEWeights, RouterSpec, SharedExpertWeights
 from subten.kernels.moe.packing import E4M3
 from subten.kernels.moe.router import route
-from subten.models.spec import MoESpec
+from subten.models.spec import DecoderSpec, MoESpec
 
 WEIGHTS = ("bf16", "channel", "block")
 """16 bit, or FP8 with scales by output channel or by blocks of 128 x 128."""
@@ -38,12 +39,13 @@ class MoEModel:
     shared: int = 0
 
 
-MODELS = {
-    name: MoEModel(block.router, spec.hidden_size, block.intermediate_size, block.shared_intermediate_size or 0)
-    for name, spec in SHAPES.items()
-    for block in spec.feed_forwards[:1]
-    if isinstance(block, MoESpec)
-}
+def _geometry(spec: DecoderSpec) -> MoEModel:
+    block = spec.feed_forwards[0]
+    assert isinstance(block, MoESpec)
+    return MoEModel(block.router, spec.hidden_size, block.intermediate_size, block.shared_intermediate_size or 0)
+
+
+MODELS = {name: _geometry(spec) for name, spec in SHAPES.items() if isinstance(spec.feed_forwards[0], MoESpec)}
 """The first block of each shape."""
 NAMES = (*MODELS, DEMO)
 
@@ -142,7 +144,7 @@ def random_layers(shape: str, kind: str, l2_bytes: int, device: torch.device) ->
     copies = copies_past(l2_bytes, visited * (2 if kind == "bf16" else 1))
     held = first.gate_up.nbytes + 2 * first.down.nbytes  # Down is there once more, cut, for the Gluon kernel.
     fitting = _memory(device) // 2 // held
-    return [first, *(_copy(first) for _ in range(max(2, min(copies, fitting)) - 1))]
+    return [first, *(_copy(first, device) for _ in range(max(2, min(copies, fitting)) - 1))]
 
 
 def random_block(model: MoEModel, kind: str, device: torch.device) -> MoEWeights:
@@ -193,37 +195,57 @@ def empty_block(model: MoEModel, kind: str, device: torch.device) -> MoEWeights:
     )
 
 
+def geometry_of(shape: str) -> MoEModel:
+    """Of one of `NAMES`."""
+    if shape != DEMO:
+        return MODELS[shape]
+    from subten.checkpoints import open_checkpoint, resolve_model
+    from subten.models.families import spec_from_config
+
+    spec = spec_from_config(open_checkpoint(resolve_model(DEMO)).config)
+    return _geometry(spec)
+
+
 @torch.inference_mode()
 def demo_problem(tokens: int, l2_bytes: int, device: torch.device) -> MoEProblem:
     """The experts of the shipped model, and `tokens` of a text as they reach them, from places all over it."""
+    seen = [(x[torch.linspace(len(x) // 2, len(x) - 1, tokens).long()], weights) for x, weights in _demo_layers()]
+    x = [rows.to(device) for rows, _ in seen]
+    layers = [_copy(weights, device) for _, weights in seen]
+    visited = 3 * layers[0].rule.top_k * layers[0].experts.intermediate_size * layers[0].experts.hidden_size * 2
+    rounds = max(1, -(-copies_past(l2_bytes, visited) // len(seen)))
+    layers += [_copy(weights, device) for _ in range(rounds - 1) for weights in layers]
+    x *= rounds
+    logits = [(x.float() @ weights.router.float().T) for x, weights in zip(x, layers, strict=True)]
+    return MoEProblem(layers, x, logits)
+
+
+@lru_cache
+def _demo_layers() -> list[tuple[Tensor, MoEWeights]]:
+    """What reaches the experts of each layer for a text, and the experts, in the CPU's memory: that
+    takes seconds on a CPU, and needs no kernel that a GPU would have to compile first."""
     from subten.engine.calibrate import shipped_text, without_cache
     from subten.engine.loading import load_model
     from subten.kernels.moe.reference import moe_reference
     from subten.models.decoder import Decoder
 
-    model = load_model(DEMO, dtype="bfloat16", device=str(device), kernels={"moe": "torch"}, weights="16bit")
+    model = load_model(DEMO, dtype="bfloat16", device="cpu", kernels={"moe": "torch"}, weights="16bit")
     ids = model.tokenizer.encode(shipped_text())[: model.spec.max_positions]
     seen: list[tuple[Tensor, MoEWeights]] = []
 
     def look(x: Tensor, weights: MoEWeights, **rest: Any) -> Tensor:
-        seen.append((x[torch.linspace(len(x) // 2, len(x) - 1, tokens).long().to(device)], weights))
+        seen.append((x, weights))
         return moe_reference(x, weights, **rest)
 
     kernels = replace(model.kernels, moe=look)
-    Decoder(model.spec, model.decoder.weights, kernels).forward(without_cache(ids, device), None)
-    first = seen[0][1]
-    visited = 3 * first.rule.top_k * first.experts.intermediate_size * first.experts.hidden_size * 2
-    rounds = max(1, -(-copies_past(l2_bytes, visited) // len(seen)))
-    layers = [weights if turn == 0 else _copy(weights) for turn in range(rounds) for _, weights in seen]
-    x = [x for _ in range(rounds) for x, _ in seen]
-    logits = [(x.float() @ weights.router.float().T) for x, weights in zip(x, layers, strict=True)]
-    return MoEProblem(layers, x, logits)
+    Decoder(model.spec, model.decoder.weights, kernels).forward(without_cache(ids, model.device), None)
+    return seen
 
 
-def _copy(x: Any) -> Any:
+def _copy(x: Any, device: torch.device) -> Any:
     """The same tensors elsewhere in memory."""
     changes = {
-        name: value.clone() if isinstance(value, Tensor) else _copy(value)
+        name: value.to(device, copy=True) if isinstance(value, Tensor) else _copy(value, device)
         for name, value in vars(x).items()
         if isinstance(value, Tensor | SharedExpertWeights)
     }

@@ -88,7 +88,7 @@ def run_moe(
         if variant.kernel != "unfused"
     )
     kinds = dict.fromkeys((case.shape, case.weights) for case in options.cases)
-    shapes = {kind: shape_of(MoECase(kind[0], 1, kind[1]), device) for kind in kinds}
+    shapes = {kind: shape_of(MoECase(kind[0], 1, kind[1])) for kind in kinds}
     note = compile_moe_ahead(
         [
             (case, plans.plan(case, variant, shapes[case.shape, case.weights], machine.num_sms))
