@@ -23,8 +23,8 @@ class Costs:
         launch_products: floating-point operations of a launch, which come on top, its additions into sums with them.
         restored: bytes, at the rate `read`, that are read and written for a weight in FP8 to be one in 16 bit.
         grouped_us: of all other steps around the grouped GEMMs.
-        grouped_read: bytes that these read of experts in 16 bit.
-        grouped_products: their floating-point operations, beside which they read.
+        grouped_token_us: of them, for each token.
+        grouped_read: bytes that grouped GEMMs read of experts in 16 bit; their products go on beside that.
     """
 
     read: float
@@ -32,21 +32,20 @@ class Costs:
     launch_products: float
     restored: float
     grouped_us: float
+    grouped_token_us: float
     grouped_read: float
-    grouped_products: float
 
 
+# Of benchmarks/results/moe_prompts_h200.json and moe_h200.json: what brings five shapes within 6% in launches, and
+# within 13% in grouped GEMMs of up to 512 tokens.
 H200 = Costs(
-    # Of benchmarks/results/moe_h200.json: a plain read, and what brings 64 tokens of five shapes within 5% in one
-    # launch, and within 6% unfused on experts that were restored before.
-    read=4.55e6,
-    launch_us=8,
-    launch_products=240e6,
-    grouped_us=95,
+    read=4.6e6,
+    launch_us=5,
+    launch_products=265e6,
+    restored=3.45,
+    grouped_us=75,
+    grouped_token_us=0.3,
     grouped_read=2.75e6,
-    # Not measured: a byte read and two written, and what dense products in bf16 reach at best.
-    restored=3,
-    grouped_products=600e6,
 )
 """Other GPUs are taken to compare in the same way."""
 
@@ -77,8 +76,8 @@ def grouped_us(shape: MoEShape, tokens: int, costs: Costs = H200) -> float:
     weights = _weights(shape)
     # Of weights in 16 bit, down projections have to be put together where they are cut: one weight in three.
     moved = costs.restored if shape.scales != "none" else 4 / 3 if shape.cut else 0
-    gemms = max(2 * weights / costs.grouped_read, _products(shape, tokens) / costs.grouped_products)
-    return costs.grouped_us + moved * weights / costs.read + gemms
+    around = costs.grouped_us + costs.grouped_token_us * tokens
+    return around + moved * weights / costs.read + 2 * weights / costs.grouped_read
 
 
 def _weights(shape: MoEShape) -> int:

@@ -95,9 +95,10 @@ def longest_run(shape: MoEShape, columns: int, stages: int) -> int:
 
 def tile_columns(shape: MoEShape, tokens: int) -> int:
     """16 where an expert can be expected to have more than 8 tokens, and there is room for three stages beside them.
-    Of experts with 16 tokens on average, those with more than 8 are so many that two stages will do."""
+    Of experts with 8 tokens on average, so many have more that two stages will do, but not where there is a shared
+    expert, which has them all."""
     expected = tokens * shape.top_k / shape.num_experts
-    stages = _STAGES_OF_MANY if expected < 16 else 2
+    stages = _STAGES_OF_MANY if expected < 8 or shape.shared else 2
     return 16 if tokens > 8 and expected > 5 and longest_run(shape, 16, stages) >= _USUAL_RUN else 8
 
 
