@@ -198,13 +198,15 @@ def test_a_budget_is_divided_between_the_decode_step_and_layers() -> None:
     assert pacer.layers(0.0) == 1  # Nothing is known yet.
     pacer.decoded(0.004)
     pacer.prefilled(3, 0.0015)
-    assert pacer.layers(0.0) == 12
+    assert pacer.layers(0.0) == 11  # A little is left over.
     assert pacer.layers(0.0051) == 1
     assert pacer.layers(0.0056) <= 0
     pacer.decoded(0.008)  # A slow step is believed at once,
-    assert pacer.layers(0.0) == 4
+    assert pacer.layers(0.0) == 3
     pacer.decoded(0.004)  # a fast one only little by little.
     assert pacer.layers(0.0) == 4
+    pacer.ended(0.001)  # There is always room for the end of a chunk.
+    assert pacer.layers(0.0) == 2
 
 
 # --- failures --------------------------------------------------------------------------------------------------

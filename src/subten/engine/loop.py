@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 
 import torch
@@ -151,20 +152,29 @@ class EngineLoop:
         assert self._prefill is not None, "a prefill has begun"
         batch, step = self._prefill
         layers = step.layers_left if layers is None else min(layers, step.layers_left)
-        start = perf_counter()
+        logits = None
         try:
-            step.advance(layers)
-            logits = None if step.layers_left else self._prompt_logits(batch, step)
+            with self._measured(lambda seconds: self._pacer.prefilled(layers, seconds)):
+                step.advance(layers)
+            if not step.layers_left:
+                with self._measured(self._pacer.ended):
+                    logits = self._prompt_logits(batch, step)
         except RuntimeError as error:
             self._prefill = None
             self._recover(_requests(batch), error)
             return
-        if self._pacer.budget is not None:
-            self._runner.synchronize()
-            self._pacer.prefilled(layers, perf_counter() - start)
         if logits is not None:
             self._prefill = None
             self._take_tokens(batch, logits)
+
+    @contextmanager
+    def _measured(self, learn: Callable[[float], None]) -> Iterator[None]:
+        """With a budget, how long something takes on the device."""
+        start = perf_counter()
+        yield
+        if self._pacer.budget is not None:
+            self._runner.synchronize()
+            learn(perf_counter() - start)
 
     def _prompt_logits(self, batch: Batch, step: Pass) -> Tensor:
         """Of each sequence's last token; where somebody asked for the others, they are reported."""
