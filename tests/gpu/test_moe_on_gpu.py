@@ -184,7 +184,7 @@ def test_prompts_agree_with_the_reference() -> None:
     assert float((TritonMoE()(x, weights).double() - exact).norm() / exact.norm()) <= 1e-2
 
 
-@pytest.mark.parametrize("kind", ["channel", "block"])
+@pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_experts_are_restored_to_the_same_bits_as_in_torch(kernel, kind, dtype) -> None:

@@ -38,12 +38,12 @@ def test_both_ways_as_measured(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_chosen_was_the_faster_way(name: str) -> None:
+def test_what_is_chosen_was_the_faster_way_or_one_percent_behind_it(name: str) -> None:
     found = measured(name)
     assert {128, 256, 384, 512, 1024, 4096} <= set(found)
     for tokens, (launches, grouped) in found.items():
         chosen = launches if tokens <= most_tokens_in_launches(shape(name)) else grouped
-        assert chosen == min(launches, grouped)
+        assert chosen <= 1.01 * min(launches, grouped)
 
 
 @pytest.mark.parametrize("name", MODELS)

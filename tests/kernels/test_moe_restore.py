@@ -43,9 +43,16 @@ def test_the_same_bits_as_torch(cut, hidden, intermediate, kind, dtype, monkeypa
     assert down.shape == (3, hidden, intermediate)
 
 
-def test_experts_in_16_bit_are_what_they_were() -> None:
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_experts_in_16_bit_are_what_they_were(one_pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken_interpreter(monkeypatch)
+    correct_numbers(monkeypatch)
+    monkeypatch.setattr(restoring, "in_one_pass", lambda *_: one_pass)
     experts = block(RULE).experts
-    assert torch.equal(restored_gate_up(experts, torch.bfloat16), experts.gate_up)
+    assert restored_gate_up(experts, torch.bfloat16).data_ptr() == experts.gate_up.data_ptr()  # Nothing is copied.
+    assert restored_down(experts, torch.bfloat16).data_ptr() == experts.down.data_ptr()
+    if one_pass:
+        monkeypatch.setattr(restoring, "wide_down", None)
     assert torch.equal(restored_down(cut_down(block(RULE), 32).experts, torch.bfloat16), experts.down)
 
 

@@ -1,4 +1,5 @@
-"""All experts of a block in 16 bit, for products that take them in no other way: as fast as the device allows."""
+"""All experts of a block in 16 bit and whole, for products that take them in no other way: as fast as the device
+allows."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def restored_gate_up(experts: Experts, dtype: torch.dtype) -> Tensor:
 
 def restored_down(experts: Experts, dtype: torch.dtype) -> Tensor:
     """As `wide_down`, to the bit."""
-    if experts.down_scale is None or not in_one_pass(experts.down.device, dtype):
+    whole = experts.down_scale is None and experts.down.ndim == 3
+    if whole or not in_one_pass(experts.down.device, dtype):
         return wide_down(experts, EVERY, dtype)
     from subten.kernels.moe.triton_restore import restore
 
@@ -30,7 +32,7 @@ def restored_down(experts: Experts, dtype: torch.dtype) -> Tensor:
 
 
 def in_one_pass(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether weights in FP8 can be: elsewhere torch takes two."""
+    """Whether weights can be: elsewhere torch takes two, or one with narrow loads."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)

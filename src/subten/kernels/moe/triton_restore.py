@@ -1,4 +1,4 @@
-"""Experts in FP8 back to 16 bit in one pass: a byte read and two written for each weight."""
+"""Experts as grouped GEMMs take them, in one pass: FP8 back in 16 bit, cut down projections put together."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -15,12 +15,12 @@ ROWS_OF_A_TILE = 64
 WARPS = 4
 
 
-def restore(weight: Tensor, scale: Tensor, dtype: torch.dtype, halves: int) -> Tensor:
+def restore(weight: Tensor, scale: Tensor | None, dtype: torch.dtype, halves: int) -> Tensor:
     """The same as `packing.wide_gate_up` and `packing.wide_down`, to the bit.
 
     Args:
-        weight: e4m3 [E, rows, columns], or cut [E, slices, rows, columns / slices], contiguous.
-        scale: see `Experts`.
+        weight: [E, rows, columns], or cut [E, slices, rows, columns / slices], contiguous.
+        scale: see `Experts`; None of weights in 16 bit.
         dtype: of the result [E, rows, columns], bf16 or fp16.
         halves: of the rows, each with blocks of scales of its own: 2 of gate and up.
     """
@@ -30,7 +30,8 @@ def restore(weight: Tensor, scale: Tensor, dtype: torch.dtype, halves: int) -> T
     grid = (triton.cdiv(columns, SCALE_BLOCK), triton.cdiv(rows, ROWS_OF_A_TILE), num_experts)
     sizes = {"ROWS": rows, "COLUMNS": columns, "HALF": rows // halves, "WIDTH": width}
     tile = {"TILE": ROWS_OF_A_TILE, "BLOCK": SCALE_BLOCK}
-    restore_kernel[grid](weight, scale, out, **sizes, **tile, BY_BLOCK=scale.ndim == 3, num_warps=WARPS)
+    by_block = scale is not None and scale.ndim == 3
+    restore_kernel[grid](weight, scale, out, **sizes, **tile, BY_BLOCK=by_block, num_warps=WARPS)
     return out
 
 
@@ -54,13 +55,15 @@ def restore_kernel(
     here = (row < ROWS)[:, None] & (column < COLUMNS)
     at = column // WIDTH * (ROWS * WIDTH) + row[:, None] * WIDTH + column % WIDTH
     weights = tl.load(codes + expert * (ROWS * COLUMNS) + at, mask=here, other=0.0)
-    if BY_BLOCK:
-        row_blocks: tl.constexpr = (HALF + BLOCK - 1) // BLOCK
-        column_blocks: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
-        block = row // HALF * row_blocks + row % HALF // BLOCK
-        of_row = expert * (ROWS // HALF * row_blocks * column_blocks) + block * column_blocks + tl.program_id(0)
-    else:
-        of_row = expert * ROWS + row
-    scale = tl.load(scales + of_row, mask=row < ROWS, other=0.0)
-    restored = (weights.to(tl.float32) * scale[:, None]).to(out.dtype.element_ty)
-    tl.store(out + expert * (ROWS * COLUMNS) + row[:, None] * COLUMNS + column, restored, mask=here)
+    restored = weights.to(tl.float32)
+    if scales is not None:
+        if BY_BLOCK:
+            row_blocks: tl.constexpr = (HALF + BLOCK - 1) // BLOCK
+            column_blocks: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+            block = row // HALF * row_blocks + row % HALF // BLOCK
+            of_row = expert * (ROWS // HALF * row_blocks * column_blocks) + block * column_blocks + tl.program_id(0)
+        else:
+            of_row = expert * ROWS + row
+        restored *= tl.load(scales + of_row, mask=row < ROWS, other=0.0)[:, None]
+    at_row = out + expert * (ROWS * COLUMNS) + row[:, None] * COLUMNS
+    tl.store(at_row + column, restored.to(out.dtype.element_ty), mask=here)
