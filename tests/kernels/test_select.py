@@ -10,7 +10,8 @@ from subten.errors import KernelUnavailableError
 from subten.formats import FORMATS, PageLayout, get_format
 from subten.kernels import OPERATIONS, REGISTRY, Implementation, Use, select, select_attention, select_kernels
 from subten.kernels.attention.paged import TorchPagedAttention
-from subten.kernels.moe import RouterSpec, moe_reference
+from subten.kernels.moe import RouterSpec, gluon_moe, moe_reference
+from subten.kernels.moe.plan import MoEShape
 from subten.kernels.norm import rms_norm_reference
 from support.moe import block, tokens
 
@@ -253,6 +254,24 @@ def test_experts_that_gluon_does_not_serve(gpu, caplog, capability, experts, rea
     assert reason in line
     with pytest.raises(KernelUnavailableError, match=reason):
         select_kernels(torch.device("cuda"), {"moe": "gluon"}, dtype=torch.bfloat16, experts=experts)
+
+
+def test_sums_whose_bits_depend_on_the_batch_are_taken_only_where_they_are_asked_for(gpu):
+    gpu(9, 0)
+    sums = {}
+    for name in ("gluon", "gluon-float"):
+        kernels = select_kernels(torch.device("cuda"), {"moe": name}, dtype=torch.bfloat16, experts=((2048, 768),))
+        assert kernels.chosen["moe"] == kernels.moe.name == name
+        shape = MoEShape.of(
+            kernels.pack_experts(block(RouterSpec(4, 2, True), "block", hidden=1024, intermediate=128))
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gluon_moe, "multiprocessors", lambda _device: 132)
+            sums[name] = kernels.moe.plan(shape, 1, torch.device("cuda")).sums
+    assert sums == {"gluon": "fixed", "gluon-float": "float"}
+    gpu(8, 0)
+    with pytest.raises(KernelUnavailableError, match=r"it is written for compute capability 9\.0"):
+        select_kernels(torch.device("cuda"), {"moe": "gluon-float"}, dtype=torch.bfloat16)
 
 
 def test_weights_are_packed_for_the_kernel_that_was_chosen(gpu):

@@ -193,6 +193,8 @@ REGISTRY: tuple[Implementation, ...] = (
     _moe("triton", "cuda", "subten.kernels.moe.triton_moe.MOE", _no_triton_moe),
     _moe("unfused", "cuda", "subten.kernels.moe.unfused.moe_unfused"),
     _reference("moe", "subten.kernels.moe.reference.moe_reference", capturable=False),
+    # Only where it is asked for: a token's bits depend on those beside it.
+    _moe("gluon-float", "cuda", f"{_GLUON_MOE}.FLOAT", _no_gluon_moe, f"{_GLUON_MOE}.pack"),
     # Behind the reference, which visits only the experts that were chosen.
     _moe("unfused", "cpu", "subten.kernels.moe.unfused.moe_unfused"),
     _reference("dense_attention", "subten.kernels.attention.dense.dense_attention_reference", capturable=False),

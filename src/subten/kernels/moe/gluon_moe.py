@@ -10,14 +10,21 @@ from subten.kernels.moe.gluon_plan import SLICE, GluonMoEPlan, plan_gluon_moe, s
 from subten.kernels.moe.inputs import MoEWeights
 from subten.kernels.moe.one_launch import OneLaunchMoE
 from subten.kernels.moe.packing import cut_down
-from subten.kernels.moe.plan import MoEShape, refusal
+from subten.kernels.moe.plan import MoEShape, Sums, refusal
 from subten.kernels.moe.triton_decode import MoEScratch, multiprocessors
 
 
 class GluonMoE(OneLaunchMoE[GluonMoEPlan]):
-    """See `OneLaunchMoE`. The down projections are cut (`pack`)."""
+    """See `OneLaunchMoE`. The down projections are cut (`pack`).
 
-    name = "gluon"
+    Args:
+        sums: "fixed" gives a token the same bits in any batch; "float" is a little faster, and does not.
+    """
+
+    def __init__(self, sums: Sums = "fixed") -> None:
+        super().__init__()
+        self.name = "gluon" if sums == "fixed" else "gluon-float"
+        self._sums = sums
 
     def refuse(self, weights: MoEWeights) -> str | None:
         """See `OneLaunchMoE.refuse`."""
@@ -30,7 +37,7 @@ class GluonMoE(OneLaunchMoE[GluonMoEPlan]):
 
     def make_plan(self, shape: MoEShape, tokens: int, device: torch.device) -> GluonMoEPlan:
         """See `OneLaunchMoE.make_plan`."""
-        return plan_gluon_moe(shape, tokens, multiprocessors(device))
+        return plan_gluon_moe(shape, tokens, multiprocessors(device), self._sums)
 
     def launch(
         self,
@@ -52,3 +59,4 @@ def pack(weights: MoEWeights) -> MoEWeights:
 
 
 MOE = GluonMoE()
+FLOAT = GluonMoE("float")
