@@ -13,7 +13,7 @@ import pytest
 from subten.agent.sandbox import Clone, MicroVMTemplate, ProcessTemplate, Template, find_image
 from subten.agent.sandbox.microvm import Image, why_no_machine, why_not_buildable
 from subten.agent.sandbox.process import unavailable
-from support.sandbox import LIMITS
+from support.sandbox import LIMITS, SETUP
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +57,7 @@ def process_template(workspace: Path) -> Iterator[ProcessTemplate]:
 
 @pytest.fixture(scope="session")
 def microvm_template(workspace: Path, image: Image) -> Iterator[MicroVMTemplate]:
-    with MicroVMTemplate(workspace, limits=LIMITS, image=image, setup=["echo ready > /tmp/setup"]) as template:
+    with MicroVMTemplate(workspace, limits=LIMITS, image=image, setup=SETUP) as template:
         yield template
 
 

@@ -20,7 +20,7 @@ from mcp.types import CallToolResult, TextContent
 
 from subten.agent.mcp_server import MAX_COMMAND_BYTES, Tools, build_server
 from subten.agent.policy import load_policy
-from subten.agent.sandbox import Pool, ProcessTemplate, Template
+from subten.agent.sandbox import Pool, ProcessTemplate, Template, process
 from subten.cli import main
 from subten.errors import ParameterError, SandboxError
 
@@ -174,7 +174,7 @@ def test_bytes_that_are_no_text_come_back_as_such(talk: Callable[[Talk], None]) 
 
 def test_output_and_diff_are_limited(talk: Callable[[Talk], None]) -> None:
     async def conversation(client: Client) -> None:
-        done = await run(client, "seq 300000 > numbers; seq 300000; head -c 2000000 /dev/zero")
+        done = await run(client, "seq 60000 > numbers; seq 60000")
         assert done["truncated"]
         assert done["changes_truncated"]
         assert len(done["changes"]) <= 1 << 18
@@ -188,9 +188,7 @@ def test_calls_run_side_by_side_and_apart(talk: Callable[[Talk], None]) -> None:
         hosts: set[str] = set()
 
         async def hang() -> None:
-            done = await run(client, "echo begun; sleep 1000", timeout=8)
-            assert done["timed_out"]
-            assert done["stdout"] == "begun\n"
+            await run(client, "sleep 1000", timeout=600)
             finished.append("hanging")
 
         async def quick() -> None:
@@ -202,13 +200,23 @@ def test_calls_run_side_by_side_and_apart(talk: Callable[[Talk], None]) -> None:
         async with anyio.create_task_group() as calls:
             calls.start_soon(hang)
             await anyio.sleep(0.5)
-            for _ in range(CALLS):
-                calls.start_soon(quick)
-            verdict = await client.call_tool("validate_command", {"command": "ls"})
-            assert verdict.structured_content is not None
-            assert "hanging" not in finished
-        assert finished == ["quick"] * CALLS + ["hanging"]
+            async with anyio.create_task_group() as others:
+                for _ in range(CALLS):
+                    others.start_soon(quick)
+                verdict = await client.call_tool("validate_command", {"command": "ls"})
+                assert verdict.structured_content is not None
+            assert finished == ["quick"] * CALLS
+            calls.cancel_scope.cancel()
         assert len(hosts) == CALLS
+
+    talk(conversation)
+
+
+def test_a_call_whose_time_is_over(talk: Callable[[Talk], None]) -> None:
+    async def conversation(client: Client) -> None:
+        done = await run(client, "echo begun; sleep 1000", timeout=1)
+        assert done["timed_out"]
+        assert done["stdout"] == "begun\n"
 
     talk(conversation)
 
@@ -218,7 +226,7 @@ def test_a_call_that_is_given_up_leaves_room(talk: Callable[[Talk], None]) -> No
         async with anyio.create_task_group() as calls:
             for _ in range(CALLS):
                 calls.start_soon(partial(run, client, "sleep 1000", timeout=600))
-            await anyio.sleep(2)
+            await anyio.sleep(1)
             calls.cancel_scope.cancel()
         with anyio.fail_after(30):
             assert (await run(client, "echo next"))["stdout"] == "next\n"
@@ -381,18 +389,12 @@ def test_it_does_not_start_with_a_policy_that_contradicts_itself(tmp_path: Path,
     assert refused("--policy", str(missing)) == f"error: {missing} can't be read: No such file or directory"
 
 
-def test_it_does_not_start_without_a_sandbox(tmp_path: Path) -> None:
-    done = subprocess.run(
-        COMMAND,
-        capture_output=True,
-        stdin=subprocess.DEVNULL,
-        env={**environment(), "PATH": str(tmp_path)},
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, b"")
-    said = done.stderr.decode()
-    assert said.count("\n") == 1
+def test_it_does_not_start_without_a_sandbox(
+    tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(process, "unavailable", process.unavailable.__wrapped__)
+    said = refused()
     assert said.startswith("error: no sandbox works on this machine: microVMs need the program qemu-system-x86_64; ")
     assert "; process sandboxes need the program bwrap; install the package bubblewrap" in said
 
