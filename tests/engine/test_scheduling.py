@@ -81,11 +81,11 @@ def test_more_answers_than_fit_into_the_batch_wait(model: LoadedModel) -> None:
 
 def test_a_fork_of_four_is_four_cold_runs_and_takes_no_pages(model: LoadedModel) -> None:
     llm = engine(model, prefill="window", max_batch=5)
-    parent = begin(llm, text(150), greedy(max_tokens=60))
+    parent = begin(llm, text(150), greedy(max_tokens=30))
     while len(parent.output) < 10:
         llm.loop.step()
     held = llm._books.held_pages()
-    params = [SamplingParams(seed=seed, max_tokens=20, ignore_eos=True) for seed in range(4)]
+    params = [SamplingParams(seed=seed, max_tokens=12, ignore_eos=True) for seed in range(4)]
     children = llm.intake.branches(parent, params)
     llm.loop.fork(parent, children)
     assert llm._books.held_pages() == held
@@ -94,7 +94,7 @@ def test_a_fork_of_four_is_four_cold_runs_and_takes_no_pages(model: LoadedModel)
     for child, own in zip(children, params, strict=True):
         assert child.reused == 159
         assert llm.generate([*text(150), *parent.output[:10]], own)[0].token_ids == tuple(child.output)
-    assert tuple(parent.output) == llm.generate(text(150), greedy(max_tokens=60))[0].token_ids
+    assert tuple(parent.output) == llm.generate(text(150), greedy(max_tokens=30))[0].token_ids
     assert_empty(llm)
 
 
@@ -118,10 +118,10 @@ def test_a_fork_of_a_prompt_begins_where_the_prompt_is_done(model: LoadedModel) 
 
 
 def test_requests_that_outgrow_the_memory_take_turns(model: LoadedModel) -> None:
-    prompts = [text(60, seed=seed) for seed in range(4)]
-    expected = [engine(model).generate(prompt, greedy(max_tokens=90))[0].token_ids for prompt in prompts]
+    prompts = [text(75, seed=seed) for seed in range(4)]
+    expected = [engine(model).generate(prompt, greedy(max_tokens=70))[0].token_ids for prompt in prompts]
     llm = engine(model, pages=9, reserve=1)
-    answers = llm.generate(prompts, greedy(max_tokens=90))
+    answers = llm.generate(prompts, greedy(max_tokens=70))
     assert [answer.token_ids for answer in answers] == expected
     assert llm.stats().preemptions > 0
     assert_empty(llm)
@@ -129,8 +129,8 @@ def test_requests_that_outgrow_the_memory_take_turns(model: LoadedModel) -> None
 
 def test_with_the_longest_answers_set_aside_nobody_is_preempted(model: LoadedModel) -> None:
     llm = engine(model, pages=9)
-    answers = llm.generate([text(60, seed=seed) for seed in range(4)], greedy(max_tokens=90))
-    assert [len(answer.token_ids) for answer in answers] == [90] * 4
+    answers = llm.generate([text(75, seed=seed) for seed in range(4)], greedy(max_tokens=70))
+    assert [len(answer.token_ids) for answer in answers] == [70] * 4
     assert llm.stats().preemptions == 0
     assert_empty(llm)
 
@@ -158,7 +158,7 @@ def test_a_preempted_request_frees_its_pages_at_once_and_comes_back_first(model:
 def test_a_stream_gets_a_token_in_every_step_of_a_long_prompt(model: LoadedModel, budget: float | None) -> None:
     """The smallest budget leaves one layer between two tokens."""
     llm = engine(model, itl_budget_ms=budget)
-    stream = begin(llm, text(10), greedy(max_tokens=100))
+    stream = begin(llm, text(10), greedy(max_tokens=30))
     while not stream.output:
         llm.loop.step()
     prompt = begin(llm, text(200, seed=1), greedy())
@@ -173,7 +173,7 @@ def test_a_stream_gets_a_token_in_every_step_of_a_long_prompt(model: LoadedModel
     while llm.loop.busy:
         llm.loop.step()
     assert tuple(prompt.output) == llm.generate(text(200, seed=1), greedy())[0].token_ids
-    assert tuple(stream.output) == llm.generate(text(10), greedy(max_tokens=100))[0].token_ids
+    assert tuple(stream.output) == llm.generate(text(10), greedy(max_tokens=30))[0].token_ids
     assert_empty(llm)
 
 

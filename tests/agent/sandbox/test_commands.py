@@ -218,7 +218,8 @@ def test_no_command_can_trace_the_shell_that_waits(machine: Clone) -> None:
 def test_commands_in_the_background(clone: Clone) -> None:
     assert clone.exec("(sleep 0.4; echo late >> log) & echo now").stdout == b"now\n"
     assert clone.exec("setsid sh -c 'until grep late log; do sleep 0.1; done; echo later >> log' > found & :").ok
-    shown = clone.exec("until grep -q later log; do sleep 0.1; done; sleep 0.3; cat log; ps -eo stat= | grep -c Z").stdout
+    clone.exec("until grep later log; do sleep 0.1; done; sleep 0.3", timeout=30)
+    shown = clone.exec("cat log; ps -eo stat= | grep -c Z").stdout
     assert shown.split() == [b"late", b"later", b"0"]
 
 
