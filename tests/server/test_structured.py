@@ -33,7 +33,7 @@ def form(schema: dict[str, Any], name: str = "form") -> Any:
     return {"type": "json_schema", "json_schema": {"name": name, "schema": schema, "strict": True}}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_answer_obeys_its_schema(server: Live, seed: int) -> None:
     """The model is random: without the grammar it would write anything but JSON."""
     asked: dict[str, Any] = {
@@ -91,7 +91,7 @@ SLOW = {
     ],
 )
 def test_bad_schemas_are_400_in_time_and_streams_go_on(narrow: Live, schema: dict[str, Any], words: str) -> None:
-    asked: dict[str, Any] = {"model": narrow.name, "messages": MESSAGES, "max_tokens": 400}
+    asked: dict[str, Any] = {"model": narrow.name, "messages": MESSAGES, "max_tokens": 150}
     ready = {"type": "object", "properties": {words: {"type": "null"}}, "required": [words]}
     # What compiles schemas has to be ready: behind one that had to be stopped, a new process is being started.
     narrow.client().chat.completions.create(**{**asked, "max_tokens": 5}, response_format=form(ready))
