@@ -407,7 +407,7 @@ def test_kernels_compile_and_nothing_is_spilled(tmp_path: Path) -> None:
     )
     assert child.returncode == 0, child.stderr
     results = json.loads(child.stdout)
-    assert len(results) == 8
+    assert len(results) == 7
     assert [result for result in results if result[3]] == []
     overlapping = {(capability, name) for capability, name, *_, overlaps in results if overlaps}
     assert overlapping == {(90, "append 3"), (90, "append 64"), (100, "append 3")}
