@@ -41,7 +41,7 @@ def assert_close(result: Tensor, expected: Tensor, tolerance: float = 1e-11) -> 
 
 @pytest.mark.parametrize(
     ("head_dim", "group", "rule"),
-    [*zip(HEAD_DIMS, (7, 4, 3, 2, 1), ("window", "chunk", "window", "chunk", "window"), strict=True), (64, 5, "chunk")],
+    [*zip(HEAD_DIMS, (7, 4, 3, 2, 1), (*RULES, *RULES, "window"), strict=True), (64, 5, "chunk")],
 )
 @with_calibrations(*FORMAT_NAMES, *MIXED_NAMES)
 def test_a_ragged_batch_attends_as_defined(
