@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# Without the plugins of libraries under test: pytest would rewrite every module of theirs at each start. One thread for
+# each process: two that share two cores wait for each other's threads.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --disable-plugin-autoload -p xdist -p hypothesispytest
 
 .PHONY: demo test pytest test-gpu test-server lint format clean
 
@@ -11,17 +14,17 @@ demo: $(VENV)/.run
 
 test: lint pytest
 
-# One thread for each process: two that share two cores wait for each other's threads. Each begins with one half of the
-# tests, so that what a module compiles once for all of its tests is seldom made in both.
+# Each process begins with one half of the tests, so that what a module compiles once for all of its tests is seldom
+# made in both.
 pytest: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST) -n 2 --dist worksteal
 
 test-gpu: $(VENV)/.dev
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu tests/gpu
 
 # The page in a browser (needs Chromium: apt-get install chromium), lm_eval and Ray Serve against the server.
 test-server: $(VENV)/.external
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'browser or external' tests/server
+	$(PYTEST) -n 2 -m 'browser or external' tests/server
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
