@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 # Device kernels run in Triton's interpreter: what they compute can be checked without a GPU. Triton looks at this
 # when it is imported, and transformers imports it.
@@ -33,3 +35,14 @@ def own_home(
     where it is for the next run."""
     if "network" not in request.keywords:
         monkeypatch.setenv(HOME_VARIABLE, str(tmp_path_factory.getbasetemp() / "home"))
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A command sets logging up for its process, which other tests share: later lines, of threads or as warnings,
+    would go to what the test's capture has closed."""
+    root, package = logging.getLogger(), logging.getLogger("subten")
+    handlers, level, package_level = root.handlers[:], root.level, package.level
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:], root.level, package.level = handlers, level, package_level

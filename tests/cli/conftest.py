@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,16 +27,6 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("The quick brown fox jumps over the lazy dog; nobody minds. " * 20)
     return str(path)
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    """A command sets logging up for its process; other tests share this one."""
-    root, package = logging.getLogger(), logging.getLogger("subten")
-    handlers, level, package_level = root.handlers[:], root.level, package.level
-    yield
-    logging.captureWarnings(False)
-    root.handlers[:], root.level, package.level = handlers, level, package_level
 
 
 @pytest.fixture

@@ -46,8 +46,7 @@ def small(name: str) -> KVFormat:
     return get_format(name, sinks=4, recent=8)
 
 
-@pytest.mark.parametrize("kv", ["kv2", "kivi2", "int4", "fp8"])
-@pytest.mark.parametrize("chunk", [150, 37])
+@pytest.mark.parametrize(("kv", "chunk"), [("kv2", 150), ("kv2", 37), ("kivi2", 37), ("int4", 37), ("fp8", 37)])
 def test_all_layers_are_the_serving_path_and_none_is_16_bit(tiny_model: LoadedModel, kv: str, chunk: int) -> None:
     for layers, fmt in (((0, 1), small(kv)), ((), get_format("bf16"))):
         llm = LLM(tiny_model, kv=fmt, max_context=150, max_batch=1, prefill="window", chunk_size=chunk)
