@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_server_under_load_and_its_end(tmp_path: Path) -> None:
     model, output = save_tiny_model(tmp_path / "tiny"), tmp_path / "result.json"
     command = [sys.executable, str(ROOT / "tools" / "load_server.py"), str(model), "--output", str(output)]
-    command += ["--streams", "8", "--seconds", "2"]
+    command += ["--streams", "16", "--seconds", "5"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     result = json.loads(output.read_text())
