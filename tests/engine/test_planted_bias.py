@@ -117,7 +117,7 @@ seeds = st.integers(0, 10_000).map(lambda n: 10 * n)
 groups = st.sampled_from([1, 2, 4])
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data(), head_dim=st.sampled_from([64, 128]), group=groups, seed=seeds)
 def test_a_bias_of_a_hundred_sigma_on_any_pair_costs_nothing(
     data: st.DataObject, head_dim: int, group: int, seed: int
@@ -126,7 +126,7 @@ def test_a_bias_of_a_hundred_sigma_on_any_pair_costs_nothing(
     assert_the_bias_costs_nothing(head_dim, group, [pair], 100.0, seed)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data(), head_dim=st.sampled_from([64, 128]), group=groups, seed=seeds)
 def test_a_bias_spread_over_a_few_pairs_costs_nothing(
     data: st.DataObject, head_dim: int, group: int, seed: int

@@ -31,14 +31,14 @@ def streamed(text: str, cuts: list[int], stops: list[str]) -> tuple[list[str], s
 
 
 @given(text=short_texts, stops=stop_sets, cuts=st.lists(st.integers(0, 30), max_size=12))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_any_streaming_equals_the_cut_on_the_whole_text(text: str, stops: list[str], cuts: list[int]) -> None:
     shown, matched = streamed(text, [min(cut, len(text)) for cut in cuts], stops)
     assert ("".join(shown), matched) == cut_at_first_stop(text, stops)
 
 
 @given(text=short_texts, stops=stop_sets)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_what_is_shown_could_never_be_part_of_a_stop_string_and_no_more_is_held(text: str, stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     shown = ""

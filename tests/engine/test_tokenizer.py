@@ -80,7 +80,7 @@ def reference(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> str:
 
 @tokenizers
 @given(text=texts, skip=st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_joined_pieces_of_a_text_are_its_full_decode(tokenizer: Tokenizer, text: str, skip: bool) -> None:
     ids = tokenizer.encode(text)
     pieces = pieces_of(tokenizer, ids, skip=skip)
@@ -89,7 +89,7 @@ def test_joined_pieces_of_a_text_are_its_full_decode(tokenizer: Tokenizer, text:
 
 @tokenizers
 @given(data=st.data(), skip=st.booleans())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_joined_pieces_of_any_tokens_are_their_full_decode(
     tokenizer: Tokenizer, data: st.DataObject, skip: bool
 ) -> None:
