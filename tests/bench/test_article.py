@@ -99,6 +99,22 @@ def test_the_table(results: Path) -> None:
     assert "- `seed-32b-a7b`, batch 32, 32k, bf16, unfused: no room for it" in text
 
 
+@pytest.mark.parametrize(
+    ("p99", "expected"),
+    [
+        ({1: 3.0, 8: 9.0, 16: 12.0}, "8"),
+        ({1: 3.0, 8: 9.0, 32: 12.0}, "8 to 24"),
+        ({1: 3.0, 8: 9.0}, "≥ 8"),
+        ({1: 11.0, 4: 12.0}, "none"),
+    ],
+)
+def test_the_largest_batch_of_those_that_were_measured(tmp_path: Path, machine, p99, expected) -> None:
+    steps = [step(batch, "kv2", "fused", ms / 1.02, p99_ms=ms) for batch, ms in p99.items()]
+    (tmp_path / "latency_h200.json").write_bytes(latency_json(machine, steps, []))
+    (line,) = (line for line in render(Published.read(tmp_path)).splitlines() if line.startswith("| seed-32b-a7b |"))
+    assert line.endswith(f" | {expected} |")
+
+
 def test_the_claims_beside_what_was_measured(results: Path) -> None:
     text = render(Published.read(results))
     assert "`kv2` takes 2.34 bits per element at 32k, windows and all: 85% less than 16 bit" in text
@@ -110,7 +126,10 @@ def test_the_claims_beside_what_was_measured(results: Path) -> None:
 
 def test_kernels(results: Path) -> None:
     text = render(Published.read(results))
-    assert "| olmoe-1b-7b | channel | triton | 16bit | 4 | 20.0 | 15.0 | 75% | 60.0 | unfused bf16 | 3.00 |" in text
+    assert (
+        "| olmoe-1b-7b | channel | triton | 16bit | fixed | 4 | 20.0 | 15.0 | 75% | 60.0 | unfused bf16 | 3.00 |"
+        in text
+    )
     assert "### Where the time of a step goes" not in text
 
 

@@ -183,12 +183,12 @@ async def preempt_now_and_then(engine: AsyncEngine, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv", "budget", "count"), [("bf16", None, 180), ("kv2-plain", None, 100), ("kv2-plain", 5.0, 60)]
+    ("kv", "budget", "count"), [("bf16", None, 300), ("kv2-plain", None, 140), ("kv2-plain", 5.0, 60)]
 )
 def test_random_requests_leave_nothing_and_are_what_they_are_alone(
     model: LoadedModel, kv: str, budget: float | None, count: int
 ) -> None:
-    """340 of them, in a format without windows, with windows, and with prompts taken some layers at a time."""
+    """500 of them, in a format without windows, with windows, and with prompts taken some layers at a time."""
     llm = crowded(model, kv, itl_budget_ms=budget)
 
     async def serve() -> Client:

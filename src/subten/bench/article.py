@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from subten.bench.latency_cases import BATCHES_TRIED
 from subten.bench.linear_report import KERNELS as LINEAR_KERNELS
 from subten.bench.published import Measured, Published, Row
 from subten.bench.shapes import MAIN_CONTEXT, context_name
@@ -16,6 +17,9 @@ from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH
 
 PICTURES = ("latency.png", "roofline.png", "moe.png", "attention.png")
 """Files beside the document, each there where its section is."""
+
+LIMIT_MS = 10.0
+"""Below which a p99 is wanted, where no search for the largest batch says otherwise."""
 
 _OURS = "kv2"
 _SEED = "seed-32b-a7b"
@@ -42,12 +46,14 @@ def render(found: Published) -> str:
 
 
 def _article_table(found: Published) -> str:
-    rows = [row for row in drawn_steps(found.steps) if row["batch"] == 1]
+    steps = drawn_steps(found.steps)
+    rows = [row for row in steps if row["batch"] == 1]
     if not rows:
         return ""
     largest = {_case(row): row for row in found.largest.rows if row["context"] == MAIN_CONTEXT}
     limits = {row["limit_ms"] for row in largest.values()}
-    below = f"largest batch below {min(limits):g} ms" if limits else "largest batch"
+    limit = min(limits, default=LIMIT_MS)
+    searched = {case: _largest(row) for case, row in largest.items()}
     lines = [
         [
             row["shape"],
@@ -59,25 +65,38 @@ def _article_table(found: Published) -> str:
             _figure(row["share"], ".0%"),
             _figure(row["cache_gb"], ".2f"),
             _figure(row["bits"], ".2f"),
-            _largest(largest.get(_case(row))),
+            searched.get(_case(row)) or _bracket([step for step in steps if _case(step) == _case(row)], limit),
         ]
         for row in _in_order(rows)
     ]
+    below = f"largest batch below {limit:g} ms"
     head = ["shape", "KV", "MoE", "p50 ms", "p99 ms", "p99/p50", "of reading", "cache GB", "bits", below]
     text = (
         f"One sequence of {context_name(MAIN_CONTEXT)} tokens: milliseconds of a decode step. "
         '"Of reading" is the time in which the machine reads the bytes that such a step must read, over the time it '
-        "takes. A batch with `≥` is the largest that was tried, or that fits."
+        "takes. A batch with `≥` is the largest that was tried, or that fits; of a range, only what is beyond it was "
+        "too slow."
     )
     return "\n\n".join(["### The table", text, _table(head, lines, names=3), _provenance(found.steps)])
 
 
-def _largest(row: Row | None) -> str:
-    if row is None:
-        return ""
+def _largest(row: Row) -> str:
     if row["batch"] is None:
         return "none"
     return f"{row['batch']}" if row["next_batch"] is not None else f"≥ {row['batch']}"
+
+
+def _bracket(steps: Sequence[Row], limit: float) -> str:
+    """Where the largest batch below a limit is, from the batches of one case that were measured."""
+    fast = [row["batch"] for row in steps if row["p99_ms"] < limit]
+    slow = [row["batch"] for row in steps if row["p99_ms"] >= limit]
+    if not fast:
+        return "none" if 1 in slow else ""
+    if not slow:
+        return f"≥ {max(fast)}"
+    least = max(batch for batch in fast if batch < min(slow))
+    most = max(batch for batch in BATCHES_TRIED if batch < min(slow))
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
 def _claims(found: Published) -> str:
@@ -231,8 +250,13 @@ def _itl(measured: Measured) -> str:
         "first token of the prompt s",
     ]
     text = "A stream while a long prompt is computed beside it: from token to token, p50 / p99 in ms."
-    parts = ["### A prompt beside a stream", text, _table(head, lines, names=3), _provenance(measured)]
-    return "\n\n".join(parts)
+    notes = "\n".join(
+        f"- {row['shape']}, {row['kv']}, budget {row['budget_ms'] or 'none'}: {row['note']}"
+        for row in rows
+        if row["note"]
+    )
+    parts = ["### A prompt beside a stream", text, _table(head, lines, names=3), notes, _provenance(measured)]
+    return "\n\n".join(filter(None, parts))
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------
@@ -253,6 +277,7 @@ def _moe_launches(measured: Measured) -> str:
             row["weights"],
             row["kernel"],
             row["activations"],
+            row["sums"],
             str(row["tokens"]),
             f"{row['us']:.1f}",
             f"{row['floor_us']:.1f}",
@@ -268,6 +293,7 @@ def _moe_launches(measured: Measured) -> str:
         "weights",
         "kernel",
         "activations",
+        "sums",
         "tokens",
         "us",
         "floor us",
@@ -278,8 +304,9 @@ def _moe_launches(measured: Measured) -> str:
     ]
     return "\n\n".join(
         [
-            "One block in one launch, from the router's logits to the output. The floor is reading the experts.",
-            _table(head, lines, names=4),
+            "One block in one launch, from the router's logits to the output. The floor is reading the experts. The "
+            "picture has those in FP8 by blocks, where there are any, and sums with the same bits in any order.",
+            _table(head, lines, names=5),
             "![One block: ours, floor and peers](moe.png)",
         ]
     )
@@ -400,6 +427,13 @@ def drawn_steps(measured: Measured) -> list[Row]:
 def drawn_moe(measured: Measured) -> list[Row]:
     """All blocks of up to one launch that have a figure."""
     return [row for row in measured.rows if row["us"] is not None and row["tokens"] <= MOST_TOKENS_OF_A_LAUNCH]
+
+
+def pictured_moe(measured: Measured) -> list[Row]:
+    """Of each shape, weights by blocks if there are any, with fixed sums."""
+    rows = [row for row in drawn_moe(measured) if row["sums"] == "fixed"]
+    by_block = {row["shape"] for row in rows if row["weights"] == "block"}
+    return [row for row in rows if row["weights"] == "block" or row["shape"] not in by_block]
 
 
 def drawn_linear(measured: Measured) -> list[Row]:

@@ -9,7 +9,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from subten.bench.article import drawn_attention, drawn_moe, drawn_steps
+from subten.bench.article import LIMIT_MS, drawn_attention, drawn_steps, pictured_moe
 from subten.bench.published import Machine, Measured, Published, Row
 from subten.bench.shapes import MAIN_CONTEXT, context_name
 from subten.errors import ParameterError
@@ -17,7 +17,6 @@ from subten.errors import ParameterError
 _INK, _MUTED = "#1b1f24", "#8a929c"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _MARKERS = "osD^vPX"
-_LIMIT_MS = 10.0
 _KV_ORDER = ("kv2", "bf16", "kv4", "fp8", "int4")
 
 
@@ -37,7 +36,7 @@ def pictures(found: Published) -> dict[str, bytes]:
     if steps := drawn_steps(found.steps):
         drawn["latency.png"] = _latency(steps, found.steps)
         drawn["roofline.png"] = _roofline(steps, found.steps)
-    if moe := drawn_moe(found.moe):
+    if moe := pictured_moe(found.moe):
         drawn["moe.png"] = _moe(moe, found.moe)
     if attention := drawn_attention(found.attention):
         drawn["attention.png"] = _attention(attention, found.attention)
@@ -47,8 +46,8 @@ def pictures(found: Published) -> dict[str, bytes]:
 def _latency(rows: Sequence[Row], measured: Measured) -> bytes:
     def limit(axes: Any) -> None:
         axes.set_yscale("log")
-        axes.axhline(_LIMIT_MS, color=_INK, linewidth=1, linestyle=":")
-        axes.annotate("10 ms", (0.01, _LIMIT_MS), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+        axes.axhline(LIMIT_MS, color=_INK, linewidth=1, linestyle=":")
+        axes.annotate("10 ms", (0.01, LIMIT_MS), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
         _plain_numbers(axes.yaxis)
 
     title = f"p99 of a decode step at {context_name(MAIN_CONTEXT)}, ms"
@@ -99,7 +98,7 @@ def _moe(rows: Sequence[Row], measured: Measured) -> bytes:
     """A panel for each shape: microseconds of a block by tokens, over the time of reading its experts."""
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     figure, panels = _panels(
-        "One mixture-of-experts block, time over the floor of reading its experts", shapes, measured
+        "One mixture-of-experts block, time over the floor of reading its experts", shapes, measured, sharey=False
     )
     ours = list(dict.fromkeys(map(_variant, rows)))
     peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
@@ -173,7 +172,7 @@ def _attention(rows: Sequence[Row], measured: Measured) -> bytes:
     return _png(figure)
 
 
-def _panels(title: str, names: Sequence[str], measured: Measured) -> tuple[Any, list[Any]]:
+def _panels(title: str, names: Sequence[str], measured: Measured, *, sharey: bool = True) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure
 
     columns = 2 if len(names) in (2, 4) else min(3, len(names))
@@ -181,7 +180,7 @@ def _panels(title: str, names: Sequence[str], measured: Measured) -> tuple[Any, 
     figure = Figure(figsize=(1.2 + 3.6 * columns, 1.2 + 3.0 * lines), dpi=130, layout="constrained")
     figure.suptitle(title, x=0.012, ha="left", weight="bold", fontsize=11, color=_INK)
     figure.supxlabel(_said(measured.runs), x=0.012, ha="left", fontsize=8, color=_MUTED)
-    grid = list(figure.subplots(lines, columns, squeeze=False, sharey=True).flat)
+    grid = list(figure.subplots(lines, columns, squeeze=False, sharey=sharey).flat)
     for empty in grid[len(names) :]:
         empty.set_axis_off()
     return figure, grid[: len(names)]
