@@ -80,9 +80,10 @@ def test_a_gibibyte_of_output(clone: Clone, sibling: Clone) -> None:
 
 
 def test_orphans_are_reaped(clone: Clone, sibling: Clone) -> None:
-    """500, of which many have ended before the last begins."""
-    assert clone.exec("for i in $(seq 500); do sleep 0.5 > /dev/null 2>&1 & done", timeout=60).ok
-    clone.exec("sleep 1")
+    """500, of shells that end before them; as many at a time as there may be processes."""
+    orphans = "sh -c 'for i in $(seq 167); do sleep 0.2 > /dev/null 2>&1 & done'"
+    assert clone.exec(f"for j in 1 2 3; do {orphans}; sleep 0.4; done", timeout=60).ok
+    clone.exec("sleep 0.5")
     states = clone.exec("ps -eo stat,comm").stdout
     assert b"Z" not in states.replace(b"PID", b"").split(b"\n", 1)[1]
     assert b"sleep" not in states
