@@ -41,7 +41,7 @@ WORKSPACE = "/workspace"
 NEVER_EXPORTED = frozenset({".git"})
 """Folders whose content would run code on the host (hooks), by name at any depth."""
 
-_BURIAL_SECONDS = 2
+_BURIAL_SECONDS = 5
 _PRIORITY = os.sched_param(0)
 _WIDE_PIPE = 1 << 20
 _SET_DUMPABLE, _SET_NO_NEW_PRIVS = 4, 38  # linux/prctl.h
