@@ -170,7 +170,12 @@ def test_an_interrupt_leaves_nothing(workspace: Path, tmp_path: Path) -> None:
     given = arguments(workspace, "--branches", "1", "--timeout", "60", "--log", str(tmp_path / "log"))
     given[given.index("--plans") + 1] = str(plans)
     command = subprocess.Popen(
-        [sys.executable, "-m", "subten", *given], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "subten", *given],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # As at a terminal: what a shell starts in the background ignores interrupts, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + 60

@@ -39,12 +39,17 @@ def process(folder: Path, log: Path, *options: str) -> Iterator[tuple[subprocess
                 server.kill()
 
 
+def client_of(url: str) -> openai.OpenAI:
+    """For all readers of a server: the test takes a third of the time that it takes with one for each."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
 class Reader(threading.Thread):
     """Reads a stream to its end."""
 
-    def __init__(self, url: str, max_tokens: int) -> None:
+    def __init__(self, client: openai.OpenAI, max_tokens: int) -> None:
         super().__init__()
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        self.client = client
         self.max_tokens = max_tokens
         self.chunks: list = []
         self.error: Exception | None = None
@@ -70,7 +75,8 @@ class Reader(threading.Thread):
 def test_a_drain_lets_short_answers_end_and_long_ones_end_with_an_error(tiny_folder: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with process(tiny_folder, log, "--drain-seconds", "2.5") as (server, url):
-        long, short = [Reader(url, 990) for _ in range(7)], Reader(url, 40)
+        client = client_of(url)
+        long, short = [Reader(client, 990) for _ in range(7)], Reader(client, 40)
         for reader in [*long[:3], short, *long[3:]]:
             reader.start()
         for reader in [*long[:3], short]:
@@ -102,7 +108,7 @@ def test_a_drain_lets_short_answers_end_and_long_ones_end_with_an_error(tiny_fol
 
 def test_a_second_signal_ends_it_at_once(tiny_folder: Path, tmp_path: Path) -> None:
     with process(tiny_folder, tmp_path / "log", "--drain-seconds", "30") as (server, url):
-        reader = Reader(url, 990)
+        reader = Reader(client_of(url), 990)
         reader.start()
         assert reader.begun.wait(60)
         begun = time.monotonic()
