@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # each process: two that share two cores wait for each other's threads.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --disable-plugin-autoload -p xdist -p hypothesispytest
 
-.PHONY: demo test pytest test-gpu test-server lint format clean
+.PHONY: demo test pytest collect test-gpu test-server lint format clean
 
 demo: $(VENV)/.run
 	$(BIN)/subten demo demo-moe
@@ -18,6 +18,10 @@ test: lint pytest
 # made in both.
 pytest: $(VENV)/.dev
 	$(PYTEST) -n 2 --dist worksteal
+
+# Imports what the tests import: its bytecode is there afterwards, for all processes.
+collect: $(VENV)/.dev
+	$(PYTEST) --collect-only -qq > /dev/null
 
 test-gpu: $(VENV)/.dev
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu tests/gpu
