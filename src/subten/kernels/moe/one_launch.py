@@ -48,27 +48,39 @@ class OneLaunchMoE(ABC, Generic[Plan]):
         """
         reason = self.refuse(weights) or _no_fp8(weights)
         if len(x) > MOST_TOKENS_OF_A_LAUNCH:
-            if reason is None and len(x) <= most_tokens_in_launches(MoEShape.of(weights)):
-                return self._in_launches(x, weights, logits, residual, factor)
+            if reason is None and len(x) <= most_tokens_in_launches(shape := MoEShape.of(weights)):
+                return self._in_launches(x, weights, shape, logits, residual, factor)
             return moe_unfused(x, weights, logits=logits, residual=residual, factor=factor)
         if reason is not None:
             raise KernelUnavailableError(f"the {self.name} kernel does not serve these experts: {reason}")
         if not len(x):
             return torch.empty_like(x)
-        return self._in_one(x, weights, logits, residual, factor)
+        return self._in_one(x, weights, MoEShape.of(weights), logits, residual, factor)
 
     def _in_one(
-        self, x: Tensor, weights: MoEWeights, logits: Tensor | None, residual: Tensor | None, factor: float
+        self,
+        x: Tensor,
+        weights: MoEWeights,
+        shape: MoEShape,
+        logits: Tensor | None,
+        residual: Tensor | None,
+        factor: float,
     ) -> Tensor:
-        plan = self.plan(MoEShape.of(weights), len(x), x.device)
-        return self.launch(x, weights, plan, self._scratch_of(weights, x.device), logits, residual, factor)
+        plan = self.plan(shape, len(x), x.device)
+        return self.launch(x, weights, plan, self._scratch_of(shape, x.device), logits, residual, factor)
 
     def _in_launches(
-        self, x: Tensor, weights: MoEWeights, logits: Tensor | None, residual: Tensor | None, factor: float
+        self,
+        x: Tensor,
+        weights: MoEWeights,
+        shape: MoEShape,
+        logits: Tensor | None,
+        residual: Tensor | None,
+        factor: float,
     ) -> Tensor:
         def launch(some: slice) -> Tensor:
             of_some, onto = (None if tensor is None else tensor[some] for tensor in (logits, residual))
-            return self._in_one(x[some], weights, of_some, onto, factor)
+            return self._in_one(x[some], weights, shape, of_some, onto, factor)
 
         return in_launches(launch, len(x))
 
@@ -101,8 +113,7 @@ class OneLaunchMoE(ABC, Generic[Plan]):
             self._plans[key] = self.make_plan(shape, tokens, device)
         return self._plans[key]
 
-    def _scratch_of(self, weights: MoEWeights, device: torch.device) -> MoEScratch:
-        shape = MoEShape.of(weights)
+    def _scratch_of(self, shape: MoEShape, device: torch.device) -> MoEScratch:
         key = device, shape.hidden
         if key in self._scratch:
             return self._scratch[key]
