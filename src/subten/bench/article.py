@@ -88,14 +88,14 @@ def _largest(row: Row) -> str:
 
 def _bracket(steps: Sequence[Row], limit: float) -> str:
     """Where the largest batch below a limit is, from the batches of one case that were measured."""
-    fast = [row["batch"] for row in steps if row["p99_ms"] < limit]
-    slow = [row["batch"] for row in steps if row["p99_ms"] >= limit]
+    slow = min((row["batch"] for row in steps if row["p99_ms"] >= limit), default=None)
+    fast = [row["batch"] for row in steps if slow is None or row["batch"] < slow]
     if not fast:
-        return "none" if 1 in slow else ""
-    if not slow:
-        return f"≥ {max(fast)}"
-    least = max(batch for batch in fast if batch < min(slow))
-    most = max(batch for batch in BATCHES_TRIED if batch < min(slow))
+        return "none" if slow == 1 else ""
+    least = max(fast)
+    if slow is None:
+        return f"≥ {least}"
+    most = max(batch for batch in BATCHES_TRIED if batch < slow)
     return f"{least}" if least == most else f"{least} to {most}"
 
 
@@ -229,7 +229,7 @@ def _itl(measured: Measured) -> str:
             row["shape"],
             row["kv"],
             f"{context_name(row['prompt'])} in chunks of {row['chunk_size']}",
-            "none" if row["budget_ms"] is None else f"{row['budget_ms']:g}",
+            _budget(row),
             f"{_figure(row['alone_p50_ms'], '.2f')} / {_figure(row['alone_p99_ms'], '.2f')}",
             f"{row['p50_ms']:.2f} / {row['p99_ms']:.2f}",
             f"{row['max_ms']:.2f}",
@@ -251,12 +251,14 @@ def _itl(measured: Measured) -> str:
     ]
     text = "A stream while a long prompt is computed beside it: from token to token, p50 / p99 in ms."
     notes = "\n".join(
-        f"- {row['shape']}, {row['kv']}, budget {row['budget_ms'] or 'none'}: {row['note']}"
-        for row in rows
-        if row["note"]
+        f"- {row['shape']}, {row['kv']}, budget {_budget(row)}: {row['note']}" for row in rows if row["note"]
     )
     parts = ["### A prompt beside a stream", text, _table(head, lines, names=3), notes, _provenance(measured)]
     return "\n\n".join(filter(None, parts))
+
+
+def _budget(row: Row) -> str:
+    return _figure(row["budget_ms"], "g") or "none"
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------

@@ -202,8 +202,7 @@ def geometry_of(shape: str) -> MoEModel:
     from subten.checkpoints import open_checkpoint, resolve_model
     from subten.models.families import spec_from_config
 
-    spec = spec_from_config(open_checkpoint(resolve_model(DEMO)).config)
-    return _geometry(spec)
+    return _geometry(spec_from_config(open_checkpoint(resolve_model(DEMO)).config))
 
 
 @torch.inference_mode()
@@ -222,8 +221,8 @@ def demo_problem(tokens: int, l2_bytes: int, device: torch.device) -> MoEProblem
 
 @lru_cache
 def _demo_layers() -> list[tuple[Tensor, MoEWeights]]:
-    """What reaches the experts of each layer for a text, and the experts, in the CPU's memory: that
-    takes seconds on a CPU, and needs no kernel that a GPU would have to compile first."""
+    """What reaches the experts of each layer for a text, and the experts, in the CPU's memory: that takes seconds
+    there, and needs no kernel that a GPU would have to compile first."""
     from subten.engine.calibrate import shipped_text, without_cache
     from subten.engine.loading import load_model
     from subten.kernels.moe.reference import moe_reference

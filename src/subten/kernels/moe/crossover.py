@@ -36,8 +36,8 @@ class Costs:
     grouped_read: float
 
 
-# Of benchmarks/results/moe_prompts_h200.json and moe_h200.json: what brings five shapes within 6% in launches, and
-# within 13% in grouped GEMMs of up to 512 tokens.
+# Of benchmarks/results/moe_prompts_h200.json: what brings five shapes within 5% in launches, and within 14% in
+# grouped GEMMs of up to 512 tokens.
 H200 = Costs(
     read=4.6e6,
     launch_us=5,
