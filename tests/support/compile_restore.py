@@ -19,13 +19,16 @@ from support.device_code import compile_kernel
 SHAPES = (
     {"ROWS": 1536, "COLUMNS": 2048, "HALF": 768, "WIDTH": 2048, "BY_BLOCK": True},
     {"ROWS": 4096, "COLUMNS": 9728, "HALF": 4096, "WIDTH": 64, "BY_BLOCK": False},
+    {"ROWS": 4096, "COLUMNS": 9728, "HALF": 4096, "WIDTH": 64, "BY_BLOCK": False, "scales": None},
 )
+"""The last is of experts in 16 bit, which have no scales."""
 
 
-def compile_one(capability: int, sizes: dict[str, int | bool], folder: Path) -> dict[str, object]:
+def compile_one(capability: int, sizes: dict[str, int | bool | None], folder: Path) -> dict[str, object]:
     """Loads and stores of global memory by instruction, and bytes that were spilled."""
+    wide = "scales" in sizes
     arguments = {
-        "codes": torch.empty(0, dtype=torch.float8_e4m3fn),
+        "codes": torch.empty(0, dtype=torch.bfloat16 if wide else torch.float8_e4m3fn),
         "scales": torch.empty(0),
         "out": torch.empty(0, dtype=torch.bfloat16),
         "TILE": ROWS_OF_A_TILE,
@@ -35,7 +38,7 @@ def compile_one(capability: int, sizes: dict[str, int | bool], folder: Path) -> 
     code = compile_kernel(restore_kernel, arguments, WARPS, capability, folder, fp_fusion=True)
     found = re.findall(r"\b(?:LDG|STG)\S*", "\n".join(text for _, text in code.sass))
     loads, stores = (dict(Counter(name for name in found if name.startswith(kind))) for kind in ("LDG", "STG"))
-    return {"capability": capability, "spilled": code.spilled, "loads": loads, "stores": stores}
+    return {"capability": capability, "wide": wide, "spilled": code.spilled, "loads": loads, "stores": stores}
 
 
 if __name__ == "__main__":
