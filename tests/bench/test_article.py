@@ -96,7 +96,7 @@ def test_the_table(results: Path) -> None:
     ]
     assert "| 32k | bf16 | unfused | 6.00 / 6.12 | 11.00 / 11.22 |  | 0.10 |" in text
     assert "| 2k | kv2 | fused | 2.00 / 2.04 |  |  | 0.10 |" in text
-    assert "- `seed-32b-a7b`, batch 32, 32k, bf16, unfused: no room for it" in text
+    assert "- `seed-32b-a7b`, 32k, bf16, batch 32: no room for it" in text
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_the_claims_beside_what_was_measured(results: Path) -> None:
     assert "`kv2` takes 2.34 bits per element at 32k, windows and all: 85% less than 16 bit" in text
     assert "take 256 GiB in 16 bit" in text
     assert "7B active: kv2, fused | p50 2.12 ms, p99 2.17 ms at batch 1 |" in text
-    assert "| up to batch 56, p99 9.50 ms |" in text
-    assert "p99/p50 of fused steps over `kv2` is 1.020 |" in text
+    assert "| the same, by batch: `seed-32b-a7b`, fused, 32k | up to batch 56 over kv2 |" in text
+    assert "p99/p50 of fused steps over `kv2` is 1.020 at 2k, 1.020 at 32k, all batches |" in text
 
 
 def test_kernels(results: Path) -> None:
@@ -242,11 +242,29 @@ def test_rows_of_a_file_are_those_of_the_run(results: Path) -> None:
     assert read == json.loads(json.dumps(asdict(MOE)))
 
 
-def test_a_remark_is_told_and_its_tail_is_no_claim(results: Path, machine) -> None:
+def test_a_remark_is_told(results: Path, machine) -> None:
     disturbed = step(4, "kv2", "fused", 2.5, p99_over_p50=3.0, note="another benchmark ran on this host")
     (results / "latency_h200.json").write_bytes(latency_json(machine, [*STEPS, disturbed], LARGEST))
     text = render(Published.read(results))
     assert r"2.50 / 2.55\*" in text
     assert r"- \* another benchmark ran on this host" in text
-    assert "p99/p50 of fused steps over `kv2` is 1.020" in text
-    assert "3.000" not in text
+    assert r"2.12 / 2.17 |" in text
+    assert "p99/p50 of fused steps over `kv2` is 1.020 at 2k, 1.020 to 3.000 at 32k" in text
+
+
+def test_a_remark_of_most_is_told_once(results: Path, machine) -> None:
+    steps = [replace(row, note="another benchmark ran on this host") for row in STEPS[:2]]
+    quiet = step(4, "kv2", "fused", 2.5)
+    (results / "latency_h200.json").write_bytes(latency_json(machine, [*steps, quiet], LARGEST))
+    text = render(Published.read(results))
+    assert "Of all without a star, another benchmark ran on this host." in text
+    assert r"- \* nothing else ran on this host" in text
+    assert r"| 2.12 / 2.17 | 2.50 / 2.55\* | 3.00 / 3.06 |" in text
+
+
+def test_what_has_no_room_is_told_by_the_smallest_batch(results: Path, machine) -> None:
+    none = {"p50_ms": None, "p99_ms": None}
+    steps = [step(b, "bf16", moe, 0, note=f"{b} GB", **none) for b in (16, 32) for moe in ("fused", "unfused")]
+    (results / "latency_h200.json").write_bytes(latency_json(machine, [STEPS[0], *reversed(steps)], []))
+    text = render(Published.read(results))
+    assert "Without a figure:\n\n- `seed-32b-a7b`, 32k, bf16, batch 16, 32: 16 GB\n\n" in text

@@ -50,10 +50,7 @@ def _article_table(found: Published) -> str:
     rows = [row for row in steps if row["batch"] == 1]
     if not rows:
         return ""
-    largest = {_case(row): row for row in found.largest.rows if row["context"] == MAIN_CONTEXT}
-    limits = {row["limit_ms"] for row in largest.values()}
-    limit = min(limits, default=LIMIT_MS)
-    searched = {case: _largest(row) for case, row in largest.items()}
+    limit = _limit(found)
     lines = [
         [
             row["shape"],
@@ -65,7 +62,7 @@ def _article_table(found: Published) -> str:
             _figure(row["share"], ".0%"),
             _figure(row["cache_gb"], ".2f"),
             _figure(row["bits"], ".2f"),
-            searched.get(_case(row)) or _bracket([step for step in steps if _case(step) == _case(row)], limit),
+            _largest_batch(found, _case(row)),
         ]
         for row in _in_order(rows)
     ]
@@ -80,14 +77,27 @@ def _article_table(found: Published) -> str:
     return "\n\n".join(["### The table", text, _table(head, lines, names=3), _provenance(found.steps)])
 
 
-def _largest(row: Row) -> str:
-    if row["batch"] is None:
-        return "none"
-    return f"{row['batch']}" if row["next_batch"] is not None else f"≥ {row['batch']}"
+def _limit(found: Published) -> float:
+    """What the largest batch is to stay below."""
+    return min((row["limit_ms"] for row in _searched(found)), default=LIMIT_MS)
+
+
+def _searched(found: Published) -> list[Row]:
+    return [row for row in found.largest.rows if row["context"] == MAIN_CONTEXT]
+
+
+def _largest_batch(found: Published, case: tuple[str, str, str]) -> str:
+    """As a search found it, or from the batches of the case that were measured."""
+    for row in _searched(found):
+        if _case(row) == case:
+            if row["batch"] is None:
+                return "none"
+            return f"{row['batch']}" if row["next_batch"] is not None else f"≥ {row['batch']}"
+    return _bracket([step for step in drawn_steps(found.steps) if _case(step) == case], _limit(found))
 
 
 def _bracket(steps: Sequence[Row], limit: float) -> str:
-    """Where the largest batch below a limit is, from the batches of one case that were measured."""
+    """Where the largest batch below a limit is."""
     slow = min((row["batch"] for row in steps if row["p99_ms"] >= limit), default=None)
     fast = [row["batch"] for row in steps if slow is None or row["batch"] < slow]
     if not fast:
@@ -131,26 +141,21 @@ def _claims(found: Published) -> str:
                     f"p50 {row['p50_ms']:.2f} ms, p99 {row['p99_ms']:.2f} ms at batch 1",
                 ]
             )
-    largest = [row for row in found.largest.rows if row["context"] == MAIN_CONTEXT and row["moe"] == "fused"]
+    by_shape: dict[str, list[str]] = {}
+    for row in _in_order(row for row in steps if row["batch"] == 1 and row["moe"] == "fused"):
+        by_shape.setdefault(row["shape"], []).append(f"{_largest_batch(found, _case(row))} over {row['kv']}")
     lines += [
-        [
-            f"the same, by batch: `{row['shape']}`, {row['kv']}, fused",
-            "not even one sequence"
-            if row["batch"] is None
-            else f"up to batch {_largest(row)}, p99 {row['p99_ms']:.2f} ms",
-        ]
-        for row in _in_order(largest)
-        if row["kv"] in (_OURS, "bf16")
+        [f"the same, by batch: `{shape}`, fused, {context_name(MAIN_CONTEXT)}", f"up to batch {', '.join(batches)}"]
+        for shape, batches in by_shape.items()
     ]
-    ratios = [
-        row["p99_over_p50"] for row in steps if row["moe"] == "fused" and row["kv"] == _OURS and row["note"] is None
-    ]
+    ratios: dict[int, list[float]] = {}
+    for row in _in_order(_with_figures(found.steps)):
+        if row["moe"] == "fused" and row["kv"] == _OURS:
+            ratios.setdefault(row["context"], []).append(row["p99_over_p50"])
     if ratios:
+        spans = (f"{_span(of, '.3f')} at {context_name(context)}" for context, of in sorted(ratios.items()))
         lines.append(
-            [
-                "latency is deterministic",
-                f"p99/p50 of fused steps over `{_OURS}` is {_span(ratios, '.3f')}",
-            ]
+            ["latency is deterministic", f"p99/p50 of fused steps over `{_OURS}` is {', '.join(spans)}, all batches"]
         )
     if not lines:
         return ""
@@ -165,22 +170,21 @@ def _steps(measured: Measured) -> str:
         "### Steps by batch",
         'p50 / p99 in ms; "host" is what the host alone takes of a step at the largest batch, measured with graphs '
         "that do nothing.",
+        *_remarks(rows),
     ]
+    unusual = _unusual(rows)
     for shape in _unique(row["shape"] for row in rows):
         own = [row for row in rows if row["shape"] == shape]
         batches = sorted({row["batch"] for row in own})
         lines = []
         for context, kv, moe in _unique((r["context"], r["kv"], r["moe"]) for r in _in_order(own)):
             of = {r["batch"]: r for r in own if (r["context"], r["kv"], r["moe"]) == (context, kv, moe)}
-            cells = [_times(of[batch]) if batch in of else "" for batch in batches]
+            cells = [_times(of[batch], unusual) if batch in of else "" for batch in batches]
             host = _figure(of[max(of)]["host_ms"], ".2f")
             lines.append([context_name(context), kv, moe, *cells, host])
         head = ["context", "KV", "MoE", *(f"batch {batch}" for batch in batches), "host"]
         parts += [f"`{shape}`:", _table(head, lines, names=3)]
-    remarks = _unique(f"- \\* {row['note']}" for row in rows if row["note"])
-    if remarks:
-        parts.append("\n".join(remarks))
-    reasons = _unique(f"- {_named(row)}: {row['note']}" for row in measured.rows if row["p50_ms"] is None)
+    reasons = _reasons([row for row in measured.rows if row["p50_ms"] is None])
     if reasons:
         parts += ["Without a figure:", "\n".join(reasons)]
     if drawn_steps(measured):
@@ -188,9 +192,39 @@ def _steps(measured: Measured) -> str:
     return "\n\n".join(parts)
 
 
-def _times(row: Row) -> str:
-    """With a star, where there is a remark."""
-    return f"{row['p50_ms']:.2f} / {row['p99_ms']:.2f}" + r"\*" * bool(row["note"])
+def _usual(rows: Sequence[Row]) -> str | None:
+    """The remark of most rows; None is to have none."""
+    notes = [row["note"] for row in rows]
+    return max(_unique(notes), key=notes.count)
+
+
+def _unusual(rows: Sequence[Row]) -> list[str | None]:
+    """Remarks that the others have."""
+    return [note for note in _unique(row["note"] for row in rows) if note != _usual(rows)]
+
+
+def _remarks(rows: Sequence[Row]) -> list[str]:
+    """What is said of the rows in front of their tables: of most of them, and of those with a star."""
+    usual = _usual(rows)
+    said = [] if usual is None else [f"Of all without a star, {usual}."]
+    starred = [f"- \\* {note or 'nothing else ran on this host'}" for note in _unusual(rows)]
+    return said + (["\n".join(starred)] if starred else [])
+
+
+def _times(row: Row, starred: Sequence[str | None]) -> str:
+    return f"{row['p50_ms']:.2f} / {row['p99_ms']:.2f}" + r"\*" * (row["note"] in starred)
+
+
+def _reasons(rows: Sequence[Row]) -> list[str]:
+    """A line for the rows of one shape and cache, with the smallest batch's reason."""
+    lines = []
+    for shape, context, kv in _unique((r["shape"], r["context"], r["kv"]) for r in _in_order(rows)):
+        own = [row for row in rows if (row["shape"], row["context"], row["kv"]) == (shape, context, kv)]
+        batches = sorted({row["batch"] for row in own})
+        first = next(row["note"] for row in own if row["batch"] == batches[0])
+        number = ", ".join(map(str, batches))
+        lines.append(f"- `{shape}`, {context_name(context)}, {kv}, batch {number}: {first}")
+    return lines
 
 
 def _profiles(measured: Measured) -> str:

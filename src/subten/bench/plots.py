@@ -47,7 +47,9 @@ def _latency(rows: Sequence[Row], measured: Measured) -> bytes:
     def limit(axes: Any) -> None:
         axes.set_yscale("log")
         axes.axhline(LIMIT_MS, color=_INK, linewidth=1, linestyle=":")
-        axes.annotate("10 ms", (0.01, LIMIT_MS), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
+        axes.annotate(
+            "10 ms", (1.0, LIMIT_MS), xycoords=("axes fraction", "data"), va="bottom", ha="right", fontsize=8
+        )
         _plain_numbers(axes.yaxis)
 
     title = f"p99 of a decode step at {context_name(MAIN_CONTEXT)}, ms"
