@@ -194,8 +194,8 @@ def _steps(measured: Measured) -> str:
 
 def _usual(rows: Sequence[Row]) -> str | None:
     """The remark of most rows; None is to have none."""
-    notes = [row["note"] for row in rows]
-    return max(_unique(notes), key=notes.count)
+    notes: list[str | None] = [row["note"] for row in rows]
+    return max(notes, key=notes.count)
 
 
 def _unusual(rows: Sequence[Row]) -> list[str | None]:
