@@ -17,8 +17,9 @@ from subten.bench.itl import ItlRow
 from subten.bench.latency import BenchModel, LatencyBench, StepWishes
 from subten.bench.latency_ahead import AheadTask, take_step
 from subten.bench.latency_cases import BATCHES_TRIED, LatencyCase, step_bytes, with_moe
+from subten.bench.latency_options import LatencyOptions
 from subten.bench.latency_report import LargestRow, LatencyRow, percentile
-from subten.bench.latency_session import LatencyOptions, ahead_tasks
+from subten.bench.latency_session import ahead_tasks
 from subten.bench.random_model import random_model, random_model_calibration, random_weights
 from subten.bench.unfused_fp8 import moe_unfused_fp8
 from subten.cli import main as subten_main
@@ -49,10 +50,10 @@ def model() -> BenchModel:
     return BenchModel(random_model("tiny", TINY, "block", torch.float32, CPU), "fp8 block", random=True)
 
 
-def decoding_of(model: BenchModel, kv: str, max_batch: int, context: int, params=GREEDY) -> Decoding:
+def decoding_of(model: BenchModel, kv: str, batches: list[int], context: int, params=GREEDY) -> Decoding:
     kind = CacheKind.of(model.loaded, get_format(kv), context)
     calibration = model.calibration(kind.layout.format, mean_key=True)
-    return Decoding(model.loaded, kind, max_batch, calibration, params)
+    return Decoding(model.loaded, kind, batches, calibration, params)
 
 
 def case(kv: str, batch: int, moe: str = "fused", context: int = 256) -> LatencyCase:
@@ -211,12 +212,125 @@ def test_a_device_that_stopped_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp
     assert [row["note"] for row in rows] == ["the device stopped working"] * 30
 
 
+# --- going on with a file ------------------------------------------------------------------------------------------
+
+FOUR = [
+    "--batch",
+    "1,2",
+    "--context",
+    "256",
+    "--kv",
+    "bf16,fp8",
+    "--moe",
+    "fused",
+    "--steps",
+    "10",
+    "--device",
+    "cpu",
+]
+
+
+def test_a_run_goes_on_where_it_was_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path, time_steps, measured = tmp_path / "rows.json", latency.time_steps, []
+
+    def noted(decoding, model, watched, case, steps):
+        measured.append((case.kv.name, case.batch))
+        if len(measured) == 2:
+            raise RuntimeError("once")
+        return time_steps(decoding, model, watched, case, steps)
+
+    monkeypatch.setattr(latency, "time_steps", noted)
+    arguments = ["latency", "tiny", *FOUR, "--commit", "abc", "--json", str(path)]
+    assert main(arguments) == 1
+    first = json.loads(path.read_text())
+    assert main([*arguments, "--resume"]) == 0
+    assert measured == [("bf16", 1), ("bf16", 2), ("fp8", 1), ("fp8", 2), ("bf16", 2)]
+    second = json.loads(path.read_text())
+    assert [row["p50_ms"] is not None for row in second["latency"]] == [True] * 4
+    assert [row for row in second["latency"] if (row["kv"], row["batch"]) != ("bf16", 2)] == [
+        row for row in first["latency"] if row["p50_ms"]
+    ]
+    assert second["machine"] == first["machine"], "all shares are of one rate"
+    assert main([*arguments, "--resume", "--steps", "12"]) == 0
+    assert len(measured) == 9
+    assert {row["steps"] for row in json.loads(path.read_text())["latency"]} == {12}
+
+
+def test_going_on_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither a figure that can't be had again, nor one that was not asked for this time."""
+    path = tmp_path / "rows.json"
+    arguments = ["latency", "tiny", *FOUR, "--commit", "abc", "--json", str(path)]
+    assert main(arguments) == 0
+    before = json.loads(path.read_text())["latency"]
+
+    def fails(*_):
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(latency, "time_steps", fails)
+    assert main([*arguments, "--resume", "--kv", "bf16,kv2", "--steps", "20"]) == 1
+    after = json.loads(path.read_text())["latency"]
+    assert after[:4] == before
+    assert [(row["kv"], row["note"]) for row in after[4:]] == [("kv2", "RuntimeError: no more")] * 2
+
+
+def test_going_on_looks_for_the_largest_batch_that_was_not_found(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    arguments = ["latency", "tiny", "--batch", "1", *FOUR[2:4], "--kv", "bf16", *FOUR[6:], "--commit", "abc"]
+    arguments += ["--json", str(path)]
+    assert main(arguments) == 0
+    assert main([*arguments, "--resume", "--largest", "--limit", "0.001"]) == 0
+    content = json.loads(path.read_text())
+    assert len(content["latency"]) == 1
+    assert [(row["batch"], row["next_batch"]) for row in content["largest"]] == [(None, 1)]
+
+
+def test_a_profile_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    arguments = ["latency", "tiny", "--batch", "1", *FOUR[2:4], "--kv", "bf16", *FOUR[6:], "--profile"]
+    arguments += ["--commit", "abc", "--json", str(path)]
+    assert main(arguments) == 0
+    content = json.loads(path.read_text())
+    assert main([*arguments, "--resume", "--kv", "bf16,fp8"]) == 0
+    assert json.loads(path.read_text())["latency"][0] == content["latency"][0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no file"),
+        ("no json", "is no file of decode steps"),
+        ('{"machine": {}, "latency": [], "largest": []}', "is no file of decode steps"),
+        ('{"latency": 3}', "is no file of decode steps"),
+    ],
+)
+def test_what_there_is_nothing_to_go_on_with(content, message, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "rows.json"
+    if content is not None:
+        path.write_text(content)
+    assert main(["latency", "tiny", *FOUR, "--resume", "--json", str(path)]) == 2
+    assert message in capsys.readouterr().err
+    assert (path.read_text() if path.exists() else None) == content
+
+
+def test_figures_of_two_machines_are_not_mixed(tmp_path: Path, capsys) -> None:
+    assert main(["latency", "tiny", *FOUR, "--resume"]) == 2
+    assert "--resume goes on with a file; name it with --json" in capsys.readouterr().err
+    path = tmp_path / "rows.json"
+    arguments = ["latency", "tiny", *FOUR, "--json", str(path)]
+    assert main([*arguments, "--commit", "abc"]) == 0
+    before = path.read_bytes()
+    assert main([*arguments, "--commit", "def", "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert error.strip().endswith("the file's commit is abc, and this is def; measure into another file")
+    assert path.read_bytes() == before
+
+
 # --- what is measured ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kv", ["bf16", "kv2"])
 def test_books_hold_what_is_read(model: BenchModel, kv: str) -> None:
-    decoding = decoding_of(model, kv, 4, 512)
+    decoding = decoding_of(model, kv, [1, 2, 4], 512)
     for batch in (4, 1, 2):
         decoding.begin(batch, 20)
         assert decoding.lengths == tuple(512 - 20 - row * 64 // batch for row in range(batch))
@@ -228,7 +342,7 @@ def test_books_hold_what_is_read(model: BenchModel, kv: str) -> None:
 
 def test_a_step_is_the_runners(model: BenchModel) -> None:
     """What is timed gives the tokens that a pass of the runner gives over the same cache."""
-    decoding = decoding_of(model, "kv2", 4, 512)
+    decoding = decoding_of(model, "kv2", [4], 512)
     decoding.begin(4, 30)
     decoding.steps(3)
     works = decoding.works()
@@ -239,8 +353,21 @@ def test_a_step_is_the_runners(model: BenchModel) -> None:
     assert len(set(decoding._tokens)) > 1
 
 
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.8), SamplingParams(temperature=1, top_k=3)])
+def test_only_steps_that_are_measured_are_captured(model: BenchModel, params: SamplingParams) -> None:
+    decoding = decoding_of(model, "bf16", [1, 3, 4], 256, params)
+    step = decoding._runner.decode_step
+    assert {size for size, _ in step._recorded} == {1, 4}
+    assert step.graphs == 2
+    decoding.begin(3, 10)
+    step._take = None
+    decoding.steps(1)
+    with pytest.raises(AssertionError, match="was not captured"):
+        decoding.begin(2, 10)
+
+
 def test_graphs_that_do_nothing_leave_the_host_its_work(model: BenchModel) -> None:
-    decoding = decoding_of(model, "bf16", 2, 512)
+    decoding = decoding_of(model, "bf16", [2], 512)
     decoding.begin(2, 30)
     decoding.steps(4)
     tokens = decoding._tokens
@@ -250,7 +377,7 @@ def test_graphs_that_do_nothing_leave_the_host_its_work(model: BenchModel) -> No
 
 
 def test_sampled_steps(model: BenchModel) -> None:
-    decoding = decoding_of(model, "bf16", 2, 512, SamplingParams(temperature=0.8, top_p=0.9))
+    decoding = decoding_of(model, "bf16", [2], 512, SamplingParams(temperature=0.8, top_p=0.9))
     decoding.begin(2, 30)
     decoding.steps(4)
 
@@ -420,15 +547,20 @@ def options(**changes) -> LatencyOptions:
         "device": "cpu",
         "seconds": None,
         "ahead": True,
+        "resume": False,
     }
     return LatencyOptions.parse("tiny,demo-moe", **asked | changes)
 
 
 def test_what_is_compiled_ahead() -> None:
     """All that graphs are made for; of a model by name nothing."""
-    found = [(task.case.shape, task.case.moe, task.case.batch) for task in ahead_tasks(options())]
-    assert found == [("tiny", "fused", batch) for batch in (1, 2, 4)]
-    assert tuple(task.case.batch for task in ahead_tasks(options(largest=10.0))) == BATCHES_TRIED
+
+    def batches(asked: LatencyOptions) -> list[tuple[str, str, int]]:
+        return [(task.case.shape, task.case.moe, task.case.batch) for task in ahead_tasks(asked.cases, asked)]
+
+    asked = options()
+    assert batches(asked) == [("tiny", "fused", batch) for batch in sorted({c.batch for c in asked.cases})]
+    assert batches(options(largest=10.0)) == [("tiny", "fused", batch) for batch in BATCHES_TRIED]
 
 
 @pytest.mark.parametrize("kv", ["kv2", "bf16"])

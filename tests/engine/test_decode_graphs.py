@@ -96,7 +96,7 @@ def test_recording_touches_no_page_and_no_window(recorded) -> None:
     tokens(llm, PROMPTS, GREEDY)
     storage = llm._runner.storage
     before = [[memory.clone() for memory in storage.layer(index)] for index in range(2)]
-    llm._runner.decode_step.capture(3, FakeRecorder())
+    llm._runner.decode_step.capture(FakeRecorder(), [3])
     for index in range(2):
         for found, expected in zip(storage.layer(index), before[index], strict=True):
             assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
@@ -108,7 +108,7 @@ def test_rows_that_nobody_is_in_are_all_alike(recorded) -> None:
     tokens(llm, PROMPTS * 2, SamplingParams(temperature=0.9, max_tokens=5, ignore_eos=True))
     tokens(llm, PROMPTS[:1], SamplingParams(temperature=0.9, max_tokens=3, ignore_eos=True))
     rows = llm._runner.decode_step._rows
-    llm._runner.decode_step.capture(8, FakeRecorder())
+    llm._runner.decode_step.capture(FakeRecorder(), [8])
     inputs = rows.inputs(8)
     assert inputs.attention.window_slot.tolist() == [NO_SLOT] * 8
     assert inputs.token_ids.tolist() == [0] * 8

@@ -58,7 +58,7 @@ def test_a_graph_gives_the_tokens_of_the_same_step_kernel_by_kernel(shape: str, 
     made = load(shape, "channel", torch.device("cuda", 0))
     model = BenchModel(with_moe(made.loaded, moe)[0], made.weights, random=True)
     kind = CacheKind.of(model.loaded, get_format(kv), 1024)
-    decoding = Decoding(model.loaded, kind, 4, model.calibration(get_format(kv), mean_key=True), GREEDY)
+    decoding = Decoding(model.loaded, kind, [4], model.calibration(get_format(kv), mean_key=True), GREEDY)
     decoding.begin(4, 20)
     decoding.steps(3)
     for _ in range(5):

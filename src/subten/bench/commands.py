@@ -43,6 +43,9 @@ def latency(
     seconds: Annotated[
         float | None, typer.Option(min=1, help="Begin nothing more after so many seconds; what is missing says so.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the figures that the file of --json has, and measure the rest.")
+    ] = False,
     ahead: Annotated[bool, typer.Option("--ahead/--no-ahead", help="Compile kernels ahead, side by side.")] = True,
     device: Annotated[str, typer.Option(help="auto, cuda, or cpu.")] = "auto",
     commit: Annotated[str | None, typer.Option(help="Commit of the source, where git can't tell.")] = None,
@@ -51,7 +54,8 @@ def latency(
 
     The engine's own step, with its CUDA graph, over caches that are filled without a prompt.
     """
-    from subten.bench.latency_session import LatencyOptions, run_latency
+    from subten.bench.latency_options import LatencyOptions
+    from subten.bench.latency_session import run_latency
 
     options = LatencyOptions.parse(
         models,
@@ -69,6 +73,7 @@ def latency(
         device=device,
         seconds=seconds,
         ahead=ahead,
+        resume=resume,
     )
     if not run_latency(options, json, commit):
         raise typer.Exit(MISSING_FIGURES)

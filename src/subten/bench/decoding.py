@@ -15,7 +15,7 @@ import torch
 from subten.bench.caches import coded_pages, fill_storage
 from subten.engine.calibrate import Calibration
 from subten.engine.decode_rows import DecodeWork, Draw
-from subten.engine.decode_step import Decoded
+from subten.engine.decode_step import Choice, Decoded
 from subten.engine.graphs import GraphRecorder, Recorded, Recorder, Step, why_no_graphs
 from subten.engine.layer_cache import layer_cache
 from subten.engine.loading import LoadedModel
@@ -156,7 +156,7 @@ class Decoding:
     Args:
         model: the model.
         kind: of the cache.
-        max_batch: sequences that it has room for.
+        batches: numbers of sequences that it will decode; there is room for the largest.
         calibration: how the format codes.
         params: how tokens are chosen.
 
@@ -169,11 +169,11 @@ class Decoding:
         self,
         model: LoadedModel,
         kind: CacheKind,
-        max_batch: int,
+        batches: Sequence[int],
         calibration: Calibration | None,
         params: SamplingParams,
     ) -> None:
-        layout, self._model, self._kind = kind.layout, model, kind
+        layout, self._model, self._kind, max_batch = kind.layout, model, kind, max(batches)
         choice = select_attention(Use(model.device, model.dtype, (layout,)), kind.attention)
         obstacle = why_no_graphs(model.device, model.kernels, choice, bool(model.spec.expert_sizes))
         if model.device.type == "cuda" and obstacle is not None:
@@ -192,18 +192,19 @@ class Decoding:
             choice.load(),
             max_batch,
             kind.context,
-            self.instruments,
         )
+        self._runner.decode_step.capture(self.instruments, batches, [Choice.of([params])])
         storage = self._runner.storage
         of_layer = layer_cache(model, 0, storage.layer(0), layout, calibration)
         fill_storage(storage, coded_pages(layout, model.geometry.num_kv_heads, of_layer.coding))
-        self._draw = Draw(params, 0)
+        self._draw, self._batches = Draw(params, 0), frozenset(batches)
         self._sequences: list[int] = []
         self._tokens: list[int] = []
 
     def begin(self, batch: int, steps: int) -> None:
         """So many new sequences, the longest of which has room for so many steps; others are up to a page shorter, so
         that they do not all need their next page in the same step. Each begins with another random token."""
+        assert batch in self._batches, "its step was not captured"
         for sequence in self._sequences:
             self._books.free(sequence)
         self._sequences = []

@@ -39,6 +39,9 @@ _UNTIMED = 8
 _SIDE_STEPS = 64
 """Of what is measured beside the host's clock."""
 
+OUT_OF_TIME = "the time was over"
+"""The reason of rows that were not begun any more."""
+
 Taken = Callable[[LatencyRow | LargestRow], None]
 """Is given rows as they come."""
 
@@ -146,7 +149,9 @@ class LatencyBench:
         calibration = self._of.calibration(kind.layout.format, mean_key=wishes.mean_key)
         while True:
             try:
-                return Decoding(self._model, kind, most, calibration, wishes.params), most
+                return Decoding(
+                    self._model, kind, [batch for batch in batches if batch <= most], calibration, wishes.params
+                ), most
             except (CacheMemoryError, RuntimeError) as failure:
                 if most == batches[0] or not _for_want_of_memory(failure):
                     raise
@@ -155,7 +160,7 @@ class LatencyBench:
 
     def _row(self, case: LatencyCase, kind: CacheKind, decoding: Decoding, most: int) -> LatencyRow:
         if self._out_of_time():
-            return missing(case, "the time was over")
+            return missing(case, OUT_OF_TIME)
         if case.batch > most:
             size = kind.bytes_for(self._model, case.batch) / 1e9
             return missing(case, f"the device's memory has no room for a cache of {size:.1f} GB")
@@ -174,15 +179,17 @@ class LatencyBench:
     def _largest(
         self, case: LatencyCase, limit: float, most: int, measured: dict[int, float], decoding: Decoding
     ) -> LargestRow:
-        """By bisection, as a larger batch is never faster by more than noise."""
+        """By bisection between those that were measured, as a larger batch is never faster by more than noise."""
         sizes, note = [size for size in BATCHES_TRIED if size <= most], None
-        first, last = 0, len(sizes)  # Below `first` all are fast enough, from `last` on none is.
+        # Below `first` all are fast enough, from `last` on none is.
+        last = min((sizes.index(size) for size, ms in measured.items() if ms >= limit), default=len(sizes))
+        first = max((i + 1 for i, size in enumerate(sizes[:last]) if size in measured), default=0)
         while first < last:
             middle = (first + last) // 2
             size = sizes[middle]
             if size not in measured:
                 if self._out_of_time():
-                    note = "the time was over"
+                    note = OUT_OF_TIME
                     break
                 try:
                     taken, _ = timed_loop(decoding, case.context, size, self._wishes.steps)

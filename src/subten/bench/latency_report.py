@@ -6,6 +6,8 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -13,6 +15,7 @@ from rich.table import Table
 from subten.bench.machine import Machine
 from subten.bench.shapes import context_name
 from subten.bench.terminal import number
+from subten.errors import StorageError
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,28 @@ def latency_json(machine: Machine, rows: Sequence[LatencyRow], largest: Sequence
         "largest": [asdict(row) for row in largest],
     }
     return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+
+
+def read_latency(path: Path) -> tuple[Machine, list[LatencyRow], list[LargestRow]]:
+    """What `latency_json` was given, of a file that holds it.
+
+    Raises:
+        StorageError: there is no such file, or it holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows = [_latency_row(**row) for row in content["latency"]]
+        return Machine(**content["machine"]), rows, [LargestRow(**row) for row in content["largest"]]
+    except FileNotFoundError as error:
+        raise StorageError(f"there is no file {path}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{path} is no file of decode steps: {error}") from error
+
+
+def _latency_row(*, profile: Any, **fields: Any) -> LatencyRow:
+    if profile is not None:
+        profile = Profile(**{**profile, "kernels": [KernelTime(**kernel) for kernel in profile["kernels"]]})
+    return LatencyRow(**fields, profile=profile)
 
 
 def latency_line(row: LatencyRow, seconds: float) -> str:

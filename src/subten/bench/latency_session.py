@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import cast, get_args
 
 import torch
 
 from subten.bench import model_shapes
-from subten.bench.latency import BenchModel, LatencyBench, StepWishes, missing, release_memory
+from subten.bench.latency import OUT_OF_TIME, BenchModel, LatencyBench, missing, release_memory
 from subten.bench.latency_ahead import AheadTask, compile_steps_ahead
-from subten.bench.latency_cases import BATCHES_TRIED, SHORTEST_CONTEXT, LatencyCase, MoE
+from subten.bench.latency_cases import BATCHES_TRIED, LatencyCase
+from subten.bench.latency_options import LatencyOptions
 from subten.bench.latency_report import (
     LargestRow,
     LatencyRow,
@@ -23,123 +23,46 @@ from subten.bench.latency_report import (
     latency_line,
     latency_table,
     profile_lines,
+    read_latency,
 )
 from subten.bench.machine import Machine, describe, first_line, require_gpu, require_sound_device
 from subten.bench.random_model import ExpertScales, random_model
 from subten.bench.report import ResultFile
-from subten.bench.shapes import parse_context
-from subten.bench.terminal import announce, names, show
-from subten.checkpoints import resolve_model
+from subten.bench.terminal import announce, show
 from subten.engine.loading import choose_device, choose_dtype, load_model
-from subten.engine.sampling import SamplingParams
 from subten.errors import KernelUnavailableError, ParameterError, SubtenError
-from subten.formats import KVFormat, get_format
 
 _AHEAD_SHARE = 0.4
 """Of the time that there is, at most, for compiling ahead."""
 
 
-@dataclass(frozen=True)
-class LatencyOptions:
-    """What to measure.
-
-    Attributes:
-        cases: in the order in which they are measured; those that share a model, and then those that share a cache,
-            are neighbours.
-        wishes: what is measured of every case.
-        scales: of the experts of random models.
-        device: where.
-        seconds: after which no more cases begin, or None.
-        ahead: whether kernels are compiled ahead.
-    """
-
-    cases: Sequence[LatencyCase]
-    wishes: StepWishes
-    scales: ExpertScales
-    device: str
-    seconds: float | None
-    ahead: bool
-
-    @classmethod
-    def parse(
-        cls,
-        models: str,
-        *,
-        batch: str,
-        context: str,
-        kv: str,
-        moe: str,
-        steps: int,
-        largest: float | None,
-        experts: str,
-        temperature: float,
-        top_p: float,
-        mean_key: bool,
-        profile: bool,
-        device: str,
-        seconds: float | None,
-        ahead: bool,
-    ) -> LatencyOptions:
-        """From the command line, where lists are separated by commas.
-
-        Raises:
-            ParameterError: a list that names nothing, or something that does not exist.
-            ModelNotFoundError: a name that is neither a shape nor a model.
-            UnknownFormatError: a name that is no format.
-        """
-        shapes = names(models)
-        for name in shapes:
-            if name not in model_shapes.SHAPES:
-                resolve_model(name)
-        kinds, scales, contexts = names(moe), experts.strip(), [parse_context(text) for text in names(context)]
-        if not kinds or not set(kinds) <= set(get_args(MoE)):
-            raise ParameterError(f"--moe is '{moe}'; it takes {' and '.join(get_args(MoE))}, separated by commas")
-        if scales not in get_args(ExpertScales):
-            raise ParameterError(f"--experts is '{experts}'; it is one of {', '.join(get_args(ExpertScales))}")
-        bad = [text for text in names(batch) if text not in map(str, BATCHES_TRIED)]
-        if bad:
-            sizes = ", ".join(map(str, BATCHES_TRIED))
-            raise ParameterError(f"--batch has '{bad[0]}'; it takes the sizes that graphs are made for: {sizes}")
-        if any(tokens < SHORTEST_CONTEXT for tokens in contexts):
-            raise ParameterError(f"--context has {min(contexts)} tokens; it takes {SHORTEST_CONTEXT} or more")
-        batches, formats = sorted(map(int, names(batch))), [get_format(name) for name in names(kv)]
-        cases = [
-            LatencyCase(shape, cast("MoE", kind), fmt, tokens, size)
-            for shape in shapes
-            for kind in sorted(kinds, reverse=True)  # "unfused" first, see `with_moe`
-            for tokens in contexts
-            for fmt in formats
-            for size in batches
-        ]
-        if not cases:
-            raise ParameterError(
-                "there is nothing to measure; name a shape, a batch, a context and a format at least"
-            )
-        wishes = StepWishes(steps, SamplingParams(temperature=temperature, top_p=top_p), mean_key, profile, largest)
-        return cls(cases, wishes, cast("ExpertScales", scales), device, seconds, ahead)
+_Cache = tuple[str, str, str, int]
+_Row = tuple[str, str, str, int, int]
 
 
 @dataclass
 class LatencyResults:
-    """What was measured so far."""
+    """What was measured so far, in this run or in one that it goes on with."""
 
     machine: Machine
     file: ResultFile | None
     start: float
-    rows: list[LatencyRow] = field(default_factory=list)
-    largest: list[LargestRow] = field(default_factory=list)
+    rows: dict[_Row, LatencyRow] = field(default_factory=dict)
+    largest: dict[_Cache, LargestRow] = field(default_factory=dict)
 
     def take(self, row: LatencyRow | LargestRow) -> None:
-        """Print a row, keep it, and save all."""
+        """Print a row, keep it unless it has no figure and another one does, and save all."""
         seconds = time.monotonic() - self.start
         if isinstance(row, LatencyRow):
-            self.rows.append(row)
+            key = _row_of(row)
+            if row.p50_ms is not None or key not in self.rows:
+                self.rows[key] = row
             print("\n".join([latency_line(row, seconds), *profile_lines(row)]), flush=True)
         else:
-            self.largest.append(row)
+            self.largest[_cache_of(row)] = row
             print(largest_line(row, seconds), flush=True)
         if self.file is not None:
-            self.file.write(latency_json(self.machine, self.rows, self.largest))
+            self.file.write(latency_json(self.machine, list(self.rows.values()), list(self.largest.values())))
 
     def say(self, text: str) -> None:
         """A line for people."""
@@ -156,42 +79,95 @@ def run_latency(options: LatencyOptions, json: Path | None, commit: str | None) 
 
     Raises:
         KernelUnavailableError: there is no GPU.
-        StorageError: the file can't be written.
+        ParameterError: there is nothing to resume, or it was measured elsewhere.
+        StorageError: the file can't be read or written.
     """
     start = time.monotonic()
     device = require_gpu() if options.device in ("auto", "cuda") else choose_device(options.device)
+    before = _before(options, json)
     file = None if json is None else ResultFile(json)
-    results = LatencyResults(describe(device, commit), file, start)
+    results, left = LatencyResults(describe(device, commit), file, start), list(options.cases)
+    if before is not None:
+        results = _resumed(before, results)
+        left = [case for case in left if not _is_there(case, results, options)]
     announce(results.machine)
     if options.ahead and device.type == "cuda":
-        results.say(compile_steps_ahead(ahead_tasks(options), _part(options.seconds)))
-    left = list(options.cases)
+        results.say(compile_steps_ahead(ahead_tasks(left, options), _part(options.seconds)))
     try:
-        for shape, of_shape in groupby(options.cases, key=lambda case: case.shape):
+        for shape, of_shape in groupby(list(left), key=lambda case: case.shape):
             _measure_shape(shape, list(of_shape), options, results, device, left)
             release_memory(device)
     except KernelUnavailableError as failure:  # The device is gone: nothing more can be measured in this process.
         for case in left:
             results.take(missing(case, str(failure)))
-    show(latency_table(results.rows, results.machine))
-    return all(row.p50_ms is not None for row in results.rows)
+    rows = list(results.rows.values())
+    show(latency_table(rows, results.machine))
+    return all(row.p50_ms is not None for row in rows)
 
 
-def ahead_tasks(options: LatencyOptions) -> list[AheadTask]:
-    """Of every cache of a shape, and of all numbers of rows that it has graphs for: up to its largest batch, or up to
-    the largest that is tried. An unfused pipeline has few kernels of its own."""
-    wishes, largest = options.wishes, dict[tuple[str, MoE, KVFormat, int], int]()
-    for case in options.cases:
+# --- going on ----------------------------------------------------------------------------------------------------
+
+_Before = tuple[Machine, list[LatencyRow], list[LargestRow]]
+
+
+def _before(options: LatencyOptions, json: Path | None) -> _Before | None:
+    """What is to be gone on with."""
+    if not options.resume:
+        return None
+    if json is None:
+        raise ParameterError("--resume goes on with a file; name it with --json")
+    return read_latency(json)
+
+
+def _resumed(before: _Before, results: LatencyResults) -> LatencyResults:
+    machine, rows, largest = before
+    for name in ("device", "torch", "triton", "driver", "subten", "commit"):
+        then, now = getattr(machine, name), getattr(results.machine, name)
+        if then != now:
+            raise ParameterError(
+                f"--resume: the file's {name} is {then}, and this is {now}; measure into another file"
+            )
+    return replace(
+        results,
+        machine=machine,
+        rows={_row_of(row): row for row in rows},
+        largest={_cache_of(row): row for row in largest},
+    )
+
+
+def _is_there(case: LatencyCase, results: LatencyResults, options: LatencyOptions) -> bool:
+    """Whether it has a figure, of as many steps; and its cache a largest batch, where that is wanted."""
+    key, limit = (case.shape, case.moe, case.kv.name, case.context, case.batch), options.wishes.largest_ms
+    row, largest = results.rows.get(key), results.largest.get(key[:4])
+    if row is None or row.steps is None or row.steps < options.wishes.steps:
+        return False
+    if case.shape in model_shapes.SHAPES and row.weights != weights_of(options.scales):
+        return False
+    if options.wishes.profile and row.profile is None:
+        return False
+    return limit is None or (largest is not None and largest.limit_ms == limit and largest.note != OUT_OF_TIME)
+
+
+def _row_of(row: LatencyRow) -> _Row:
+    return *_cache_of(row), row.batch
+
+
+def _cache_of(row: LatencyRow | LargestRow) -> _Cache:
+    return row.shape, row.moe, row.kv, row.context
+
+
+# --- measuring ---------------------------------------------------------------------------------------------------
+
+
+def ahead_tasks(cases: Sequence[LatencyCase], options: LatencyOptions) -> list[AheadTask]:
+    """Of every step of a shape that is measured, or tried where its largest batch is looked for. An unfused pipeline
+    has few kernels of its own."""
+    wishes, steps = options.wishes, dict[LatencyCase, None]()
+    for case in cases:
         if case.moe == "fused" and case.shape in model_shapes.SHAPES:
-            key = case.shape, case.moe, case.kv, case.context
-            most = case.batch if wishes.largest_ms is None else BATCHES_TRIED[-1]
-            largest[key] = max(most, largest.get(key, 0))
-    return [
-        AheadTask(LatencyCase(*key, batch), options.scales, wishes.params, wishes.mean_key)
-        for key, most in largest.items()
-        for batch in BATCHES_TRIED
-        if batch <= most
-    ]
+            batches = (case.batch,) if wishes.largest_ms is None else BATCHES_TRIED
+            steps |= dict.fromkeys(replace(case, batch=batch) for batch in batches)
+    return [AheadTask(step, options.scales, wishes.params, wishes.mean_key) for step in steps]
 
 
 def _measure_shape(
@@ -217,7 +193,7 @@ def _measure_shape(
             take(missing(case, reason))
 
     if out_of_time():
-        give_up(cases, "the time was over")
+        give_up(cases, OUT_OF_TIME)
         return
     try:
         model = load(shape, options.scales, device)
@@ -237,7 +213,7 @@ def _measure_shape(
         for _, group in groupby(same_experts, key=lambda case: (case.context, case.kv)):
             same_cache = list(group)
             if out_of_time():
-                give_up(same_cache, "the time was over")
+                give_up(same_cache, OUT_OF_TIME)
             else:
                 bench.measure(same_cache, take)
 
@@ -251,9 +227,14 @@ def load(name: str, scales: ExpertScales, device: torch.device) -> BenchModel:
     if name in model_shapes.SHAPES:
         dtype = choose_dtype("auto", device)
         loaded = random_model(name, model_shapes.SHAPES[name], scales, dtype, device)
-        return BenchModel(loaded, f"fp8 {scales}", random=True)
+        return BenchModel(loaded, weights_of(scales), random=True)
     loaded = load_model(name, device=str(device))
     return BenchModel(loaded, loaded.weights, random=False)
+
+
+def weights_of(scales: ExpertScales) -> str:
+    """See `LatencyRow.weights`, of random ones."""
+    return f"fp8 {scales}"
 
 
 def _part(seconds: float | None) -> float | None:

@@ -8,7 +8,7 @@ waits for two numbers per sequence.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,8 +18,9 @@ from torch import Tensor
 from subten.engine.decode_rows import DecodeRows, DecodeWork
 from subten.engine.drawing import choose
 from subten.engine.graphs import Recorded, Recorder
+from subten.engine.sampling import SamplingParams
 from subten.kernels.attention import PagedAttention
-from subten.kernels.launches import padded, sizes
+from subten.kernels.launches import padded
 from subten.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -33,9 +34,9 @@ class Choice:
     ranked: bool
 
     @classmethod
-    def of(cls, works: Sequence[DecodeWork]) -> Choice:
+    def of(cls, rows: Iterable[SamplingParams]) -> Choice:
         """The least that serves all rows."""
-        noisy = [work.draw.params for work in works if not work.draw.params.greedy]
+        noisy = [params for params in rows if not params.greedy]
         return cls(bool(noisy), any(params.ranked for params in noisy))
 
 
@@ -77,20 +78,21 @@ class DecodeStep:
         return len(self._recorded)
 
     @torch.inference_mode()
-    def capture(self, max_batch: int, record: Recorder) -> None:
-        """Record the steps of up to so many sequences, which is as many rows as `padded` says. Nobody is in any row
-        while it does: nothing is read from the cache, nothing written to it."""
+    def capture(self, record: Recorder, counts: Collection[int], choices: Sequence[Choice] = CHOICES) -> None:
+        """Record the steps of so many sequences each, which is as many rows as `padded` says; others are launched
+        kernel by kernel. Nobody is in any row while it does: nothing is read from the cache, nothing written to it.
+        """
         self._rows.forget()
         # The largest come first: their memory then serves the others.
-        for size in reversed(sizes(max_batch)):
-            for choice in CHOICES:
+        for size in sorted({padded(count) for count in counts}, reverse=True):
+            for choice in choices:
                 self._recorded[size, choice] = record(partial(self._take, size, choice))
-        log.info("captured %d decode steps of up to %d sequences", self.graphs, max_batch)
+        log.info("captured %d decode steps of up to %d sequences", self.graphs, max(counts))
 
     @torch.inference_mode()
     def run(self, works: Sequence[DecodeWork]) -> Decoded:
         """A step of these sequences, and what came of it."""
-        count, choice = len(works), Choice.of(works)
+        count, choice = len(works), Choice.of(work.draw.params for work in works)
         recorded = self._recorded.get((padded(count), choice))
         try:
             self._rows.place(works)

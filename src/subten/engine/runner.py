@@ -16,7 +16,7 @@ from subten.engine.layer_cache import layer_cache
 from subten.engine.loading import LoadedModel
 from subten.formats import PageLayout
 from subten.kernels.attention import AttentionInputs, LayerCache, PagedAttention, PrefillRule
-from subten.kernels.launches import padded
+from subten.kernels.launches import padded, sizes
 from subten.kvcache import AppendPlan, CacheStorage, CopyPlan
 from subten.models.decoder import Decoder, StepInputs
 
@@ -80,7 +80,7 @@ class Runner:
         attention: makes the attention over the cache.
         max_batch: sequences of one decode step.
         max_context: tokens of one sequence.
-        record: captures decode steps; None leaves them as they are.
+        record: captures decode steps of all sizes; None leaves them as they are.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Runner:
         rows = DecodeRows(padded(max_batch), max_pages, rule, model.device)
         self.decode_step = DecodeStep(model.decoder, self._attention, rows)
         if record is not None:
-            self.decode_step.capture(max_batch, record)
+            self.decode_step.capture(record, sizes(max_batch))
 
     def decode(self, batch: Sequence[DecodeWork]) -> Decoded:
         """One token of each of some sequences, and the choice of the next."""
