@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +11,7 @@ import torch
 from subten.kernels.moe import RouterSpec, restoring
 from subten.kernels.moe.packing import EVERY, cut_down, wide_down, wide_gate_up
 from subten.kernels.moe.restoring import in_one_pass, restored_down, restored_gate_up
+from support.compiled import compiled
 from support.device_code import quicken_interpreter
 from support.interpreter import correct_numbers
 from support.moe import block
@@ -74,12 +71,7 @@ def test_where_it_is_taken(device, capability, dtype, found, expected, monkeypat
 
 
 def test_sixteen_bytes_at_a_time_on_all_generations_with_fp8(tmp_path: Path) -> None:
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "support.compile_restore", str(tmp_path)]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    results = json.loads(child.stdout)
+    results = compiled("compile_restore", tmp_path)
     assert {result["capability"] for result in results} == {89, 90, 100}
     for result in results:
         assert result["spilled"] == 0

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from support.compiled import compiled_by_name
 
 QKV, OUTPUT, WIDE, *OTHERS = (
     "5120x8192/fp8/1/norm/90",
@@ -29,14 +25,7 @@ QKV, OUTPUT, WIDE, *OTHERS = (
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """In a process of its own, where Triton does not interpret."""
-    folder = tmp_path_factory.mktemp("compiled")
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "support.compile_linear", folder, QKV, OUTPUT, WIDE, *OTHERS]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    return {result["name"]: result for result in json.loads(child.stdout)}
+    return compiled_by_name("compile_linear", tmp_path_factory.mktemp("compiled"), QKV, OUTPUT, WIDE, *OTHERS)
 
 
 def test_it_compiles_for_all_generations_without_spills(compiled: dict[str, dict]) -> None:

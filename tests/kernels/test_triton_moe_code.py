@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from support.compiled import compiled_by_name
 
 FINE, COARSE, *OTHERS = (
     "fine/channel/16bit/1/90",
@@ -22,14 +18,7 @@ FINE, COARSE, *OTHERS = (
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """In a process of its own, where Triton does not interpret."""
-    folder = tmp_path_factory.mktemp("compiled")
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "support.compile_moe", folder, FINE, COARSE, *OTHERS]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    return {result["name"]: result for result in json.loads(child.stdout)}
+    return compiled_by_name("compile_moe", tmp_path_factory.mktemp("compiled"), FINE, COARSE, *OTHERS)
 
 
 def test_it_compiles_for_all_generations(compiled: dict[str, dict]) -> None:

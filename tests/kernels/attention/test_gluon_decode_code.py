@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from support.compiled import compiled_by_name
 
 MAIN, MEAN_KEY, EIGHT_HEADS, SMALL = ("kv2/128/4", "kv2+/128/4", "kv2/128/8", "kv2/64/4")
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """In a process of its own, where Triton does not interpret."""
-    folder = tmp_path_factory.mktemp("compiled")
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "support.compile_gluon", folder, MAIN, MEAN_KEY, EIGHT_HEADS, SMALL]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    return {result["name"]: result for result in json.loads(child.stdout)}
+    return compiled_by_name("compile_gluon", tmp_path_factory.mktemp("compiled"), MAIN, MEAN_KEY, EIGHT_HEADS, SMALL)
 
 
 def test_at_most_two_instructions_per_cached_element(compiled: dict[str, dict]) -> None:

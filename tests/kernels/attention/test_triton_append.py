@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +21,7 @@ from subten.kernels.attention.triton_encode import Tile, encode_leaving, encode_
 from subten.kernels.norm import rms_norm_reference
 from subten.kernels.rope import RopeSpec, rope_reference, rope_table
 from support.attention import Calibration, History, Paged, calibrated, history, plain
+from support.compiled import compiled
 from support.device_code import quicken_interpreter
 from support.kv import CPU, HEAD_DIMS, POISON, encode, gaussian, keys_with_bias
 
@@ -398,15 +395,8 @@ def test_rows_that_fill_up_a_batch_append_nothing(name: str, recent: int) -> Non
 
 
 def test_kernels_compile_and_nothing_is_spilled(tmp_path: Path) -> None:
-    """For compute capabilities 8.0, 9.0 and 10.0; in a process of its own, where Triton does not interpret."""
-    tests = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(tests), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
-    child = subprocess.run(
-        [sys.executable, "-m", "support.compile_append", tmp_path], env=environment, capture_output=True, text=True
-    )
-    assert child.returncode == 0, child.stderr
-    results = json.loads(child.stdout)
+    """For compute capabilities 8.0, 9.0 and 10.0."""
+    results = compiled("compile_append", tmp_path)
     assert len(results) == 7
     assert [result for result in results if result[3]] == []
     overlapping = {(capability, name) for capability, name, *_, overlaps in results if overlaps}

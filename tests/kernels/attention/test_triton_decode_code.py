@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from support.compiled import compiled_by_name
 
 KV2, *OTHERS = ("kv2-plain/128/4/4/90", "kv2/128/4/4/80", "fp8/80/1/4/100")
 """FORMAT/HEAD_DIM/GROUP/WARPS/CAPABILITY. With calibration `kv2` has a mean key; without, it is as `kv2-plain`."""
@@ -16,14 +12,7 @@ KV2, *OTHERS = ("kv2-plain/128/4/4/90", "kv2/128/4/4/80", "fp8/80/1/4/100")
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """In a process of its own, where Triton does not interpret."""
-    folder = tmp_path_factory.mktemp("compiled")
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "support.compile_decode", folder, KV2, *OTHERS]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    return {result["name"]: result for result in json.loads(child.stdout)}
+    return compiled_by_name("compile_decode", tmp_path_factory.mktemp("compiled"), KV2, *OTHERS)
 
 
 def test_it_compiles_for_all_generations(compiled: dict[str, dict]) -> None:

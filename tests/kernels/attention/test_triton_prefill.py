@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +13,7 @@ from subten.kernels.attention.device_cache import PagedLayers
 from subten.kernels.attention.triton_append import WideBatch, append_chunk
 from subten.kernels.attention.triton_prefill import PreparedQueries, attend_prefill, query_memory
 from support.attention import History, Paged, calibrated, history, reads_codes, through_codes
+from support.compiled import compiled
 from support.device_code import quicken_interpreter
 from support.kv import gaussian
 
@@ -196,19 +193,8 @@ def test_what_append_chunk_hands_over() -> None:
 
 
 def test_kernels_compile_and_next_to_nothing_is_spilled(tmp_path: Path) -> None:
-    """For compute capabilities 8.0, 9.0 and 10.0; in a process of its own, where Triton does not interpret."""
-    tests = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(tests), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
-    cases = ["kv2,128,90", "bf16,64,80", "kv2-plain,80,100"]
-    child = subprocess.run(
-        [sys.executable, "-m", "support.compile_prefill", tmp_path, *cases],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert child.returncode == 0, child.stderr
-    results = json.loads(child.stdout)
+    """For compute capabilities 8.0, 9.0 and 10.0."""
+    results = compiled("compile_prefill", tmp_path, "kv2,128,90", "bf16,64,80", "kv2-plain,80,100")
     assert len(results) == 7
     assert [result for result in results if result[-1] > 128] == []
     assert [spilled for *case, _, spilled in results if case == ["kv2", 128, 90, "prefill plain"]] == [0]
