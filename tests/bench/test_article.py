@@ -13,6 +13,7 @@ from subten.bench.itl import ItlRow, itl_json
 from subten.bench.latency_report import KernelTime, LargestRow, LatencyRow, Profile, latency_json
 from subten.bench.moe_report import MoERow, moe_json
 from subten.bench.plots import pictures
+from subten.bench.prefill_report import PrefillRow, prefill_json
 from subten.bench.published import Published
 from subten.bench.publishing import BEGIN, END, publish, with_results
 from subten.bench.report import to_json
@@ -54,12 +55,19 @@ MOE = MoERow(
 )  # fmt: skip
 
 
+PREFILL = PrefillRow(
+    "olmoe-1b-7b", "kv2", 32768, 1024, "gluon", "fp8 channel", 10, 80.0, 81.5, 40.25, 12800.0, 10**12, 10**10, 125.0,
+    700.0, 20.0, 0.25,
+)  # fmt: skip
 ITL = ItlRow("olmoe-1b-7b", "kv2", 131072, 256, 1, 20.0, 2.0, 2.1, 4000, 18.5, 19.9, 25.0, 0.995, 70.0)
 
 
 @pytest.fixture
 def results(tmp_path: Path, machine) -> Path:
     (tmp_path / "latency_h200.json").write_bytes(latency_json(machine, STEPS, LARGEST))
+    (tmp_path / "prefill_h200.json").write_bytes(
+        prefill_json(machine, [PREFILL, PrefillRow("olmoe-1b-7b", "kv2", 0, 1024, note="no")])
+    )
     (tmp_path / "itl_h200.json").write_bytes(itl_json(machine, [ITL]))
     (tmp_path / "moe_h200.json").write_bytes(moe_json(machine, [MOE]))
     (tmp_path / "attention_h200.json").write_bytes(to_json(machine, [replace(ROW, mean_key=False)], []))
@@ -124,6 +132,14 @@ def test_the_claims_beside_what_was_measured(results: Path) -> None:
     assert "7B active: kv2, fused | p50 2.12 ms, p99 2.17 ms at batch 1 |" in text
     assert "| the same, by batch: `seed-32b-a7b`, fused, 32k | up to batch 56 over kv2 |" in text
     assert "p99/p50 of fused steps over `kv2` is 1.020 at 2k, 1.020 at 32k, all batches |" in text
+
+
+def test_prompts(results: Path) -> None:
+    text = render(Published.read(results))
+    lines = [line for line in text.splitlines() if line.startswith("| olmoe-1b-7b | kv2 | 32k | 1024 |")]
+    assert lines == ["| olmoe-1b-7b | kv2 | 32k | 1024 | 80.0 | 81.5 | 40.2 | 12800 | 125 | 20.0 | 25% |"]
+    assert "| olmoe-1b-7b | kv2 | 0 |" not in text
+    assert "prefill_h200.json" in text
 
 
 def test_kernels(results: Path) -> None:

@@ -12,7 +12,8 @@ import typer
 
 from subten.bench import latency, model_shapes
 from subten.bench.__main__ import app, main
-from subten.bench.decoding import CacheKind, Decoding
+from subten.bench.decoding import Decoding
+from subten.bench.filled_cache import CacheKind
 from subten.bench.itl import ItlRow
 from subten.bench.latency import BenchModel, LatencyBench, StepWishes
 from subten.bench.latency_ahead import AheadTask, take_step
@@ -172,7 +173,7 @@ def test_a_failure_is_a_row_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_what_does_not_fit_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("subten.bench.decoding.free_memory", lambda _: 2 * 300_000)
+    monkeypatch.setattr("subten.bench.filled_cache.free_memory", lambda _: 2 * 300_000)
     path = tmp_path / "rows.json"
     arguments = ["--batch", "1,4,8", "--context", "256,1k", "--kv", "bf16", "--moe", "fused", "--steps", "10"]
     assert main(["latency", "tiny", *arguments, "--device", "cpu", "--json", str(path)]) == 1

@@ -53,7 +53,7 @@ def test_every_command_and_option_is_documented() -> None:
         *("subten run", "subten serve", "subten pull", "subten info", "subten calibrate", "subten demo"),
         *("subten agent check", "subten agent doctor", "subten agent build-image", "subten agent mcp"),
         *("subten agent run", "subten agent replay"),
-        *("subten bench latency", "subten bench itl", "subten bench report"),
+        *("subten bench latency", "subten bench prefill", "subten bench itl", "subten bench report"),
         *("subten eval kv", "subten eval retrieval", "subten eval generate", "subten eval layers"),
     }
     for name, command in found.items():

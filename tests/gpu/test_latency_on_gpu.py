@@ -11,7 +11,8 @@ import torch
 
 from subten.bench import model_shapes
 from subten.bench.__main__ import main
-from subten.bench.decoding import CacheKind, Decoding
+from subten.bench.decoding import Decoding
+from subten.bench.filled_cache import CacheKind
 from subten.bench.latency import BenchModel
 from subten.bench.latency_ahead import AheadTask, take_step
 from subten.bench.latency_cases import LatencyCase, with_moe

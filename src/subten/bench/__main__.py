@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from subten.bench.commands import MISSING_FIGURES, itl, latency, report
+from subten.bench.commands import MISSING_FIGURES, itl, latency, prefill, report
 from subten.bench.linear_session import LinearOptions, run_linear
 from subten.bench.moe_session import MoEOptions, run_moe
 from subten.bench.session import AttentionOptions, MeanKeys, run_attention
@@ -23,6 +23,7 @@ from subten.errors import SubtenError
 app = typer.Typer(help="Measure kernels on a GPU, and sandboxes.", rich_markup_mode=None, no_args_is_help=True)
 app.command()(latency)
 app.command()(itl)
+app.command()(prefill)
 app.command()(report)
 
 USAGE, INTERRUPTED = 2, 130

@@ -33,6 +33,7 @@ def render(found: Published) -> str:
         _claims(found),
         _steps(found.steps),
         _profiles(found.steps),
+        _prompts(found.prefill),
         _itl(found.itl),
         _moe(found.moe),
         _linear(found.linear),
@@ -252,6 +253,47 @@ def _profiles(measured: Measured) -> str:
         title += f" (source {row['profile_source']})"
         parts += [title, _table(["kernel", "us", "launches", "share"], lines, names=1)]
     return "\n\n".join(parts)
+
+
+def _prompts(measured: Measured) -> str:
+    rows = _with_figures(measured)
+    if not rows:
+        return ""
+    lines = [
+        [
+            row["shape"],
+            row["kv"],
+            context_name(row["context"]),
+            str(row["chunk_size"]),
+            f"{row['p50_ms']:.1f}",
+            f"{row['max_ms']:.1f}",
+            f"{row['host_ms']:.1f}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['tflop_per_s']:.0f}",
+            f"{row['floor_ms']:.1f}",
+            f"{row['share']:.0%}",
+        ]
+        for row in rows
+    ]
+    head = [
+        "shape",
+        "KV",
+        "context",
+        "chunk",
+        "p50 ms",
+        "slowest",
+        "host ms",
+        "tokens/s",
+        "TFLOP/s",
+        "floor ms",
+        "share",
+    ]
+    text = (
+        "A chunk of a prompt behind a context of one sequence. The floor is the longer one of its products, at the "
+        "rate of a large one in 16 bit, and reading all once. Where the host takes as long as the chunk, the host "
+        "bounds it."
+    )
+    return "\n\n".join(["### Prompts", text, _table(head, lines, names=2), _provenance(measured)])
 
 
 def _itl(measured: Measured) -> str:

@@ -112,3 +112,40 @@ def itl(
     wishes = parse_wishes(prompt, chunk_size, streams, seconds)
     if not run_itl(models, kv, budget, wishes, json, device, commit):
         raise typer.Exit(MISSING_FIGURES)
+
+
+def prefill(
+    models: Annotated[str, typer.Argument(metavar="MODEL_OR_SHAPE", help="As for `latency`; separated by commas.")],
+    kv: Annotated[str, typer.Option(help="KV formats, separated by commas.")] = "kv2",
+    context: Annotated[
+        str, typer.Option(help="Tokens that the sequence holds before the chunk, such as 0,32k, separated by commas.")
+    ] = "0,8k,32k",
+    chunk_size: Annotated[str, typer.Option(help="Tokens of the chunk, separated by commas.")] = "256,1024,4096",
+    chunks: Annotated[int, typer.Option(min=3, help="That are timed of each.")] = 10,
+    profile: Annotated[bool, typer.Option("--profile", help="Take a chunk of each apart by kernels.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="Begin nothing more after so many seconds; what is missing says so.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda, or cpu.")] = "auto",
+    commit: Annotated[str | None, typer.Option(help="Commit of the source, where git can't tell.")] = None,
+) -> None:
+    """Chunks of prompts behind contexts of a given length: milliseconds and tokens per second, beside what products
+    and reading alone would take, and what the host takes to launch them.
+
+    The engine's own step of a prompt, over caches that are filled without one.
+    """
+    from subten.bench.prefill_session import PrefillOptions, run_prefill
+
+    options = PrefillOptions.parse(
+        models,
+        kv=kv,
+        context=context,
+        chunk_size=chunk_size,
+        chunks=chunks,
+        profile=profile,
+        device=device,
+        seconds=seconds,
+    )
+    if not run_prefill(options, json, commit):
+        raise typer.Exit(MISSING_FIGURES)

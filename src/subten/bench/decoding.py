@@ -1,38 +1,25 @@
-"""Batches that decode over caches of a given length, without anybody having computed a prompt.
-
-The engine's own `Runner`, books and decode step; only the cache's bytes are made up, and the token that a sequence
-begins with. The books hold the lengths that the bytes stand for.
-"""
+"""Batches that decode over caches of a given length: the engine's own decode step, from a made up token on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from subten.bench.caches import coded_pages, fill_storage
+from subten.bench.filled_cache import CacheKind, FilledCache
 from subten.engine.calibrate import Calibration
 from subten.engine.decode_rows import DecodeWork, Draw
 from subten.engine.decode_step import Choice, Decoded
 from subten.engine.graphs import GraphRecorder, Recorded, Recorder, Step, why_no_graphs
-from subten.engine.layer_cache import layer_cache
 from subten.engine.loading import LoadedModel
-from subten.engine.memory import free_memory
-from subten.engine.runner import Runner, Work
+from subten.engine.runner import Work
 from subten.engine.sampling import SamplingParams
 from subten.engine.usage import CacheUsage
-from subten.errors import CacheMemoryError, ContextLengthError, KernelUnavailableError, NumericalError
-from subten.formats import PAGE_SIZE, KVFormat, PageLayout
+from subten.errors import KernelUnavailableError, NumericalError
+from subten.formats import PAGE_SIZE, PageLayout
 from subten.kernels.select import Use, select_attention
-from subten.kvcache import CacheBooks
-from subten.kvcache.storage import predicted_bytes
-
-_APPENDED = 4096
-"""Tokens that are entered into the books at a time."""
-_SHARE_OF_FREE_MEMORY = 0.9
-"""For the cache. The rest is for captured graphs and what runs beside them."""
 
 
 class EagerRecorder:
@@ -101,55 +88,6 @@ class Instruments:
         self._spans.append((start, end))
 
 
-@dataclass(frozen=True)
-class CacheKind:
-    """What a cache is made for.
-
-    Attributes:
-        layout: of its pages, as the kernels that were chosen write them.
-        attention: the name of these.
-        context: tokens of the longest sequence.
-    """
-
-    layout: PageLayout
-    attention: str
-    context: int
-
-    @classmethod
-    def of(cls, model: LoadedModel, fmt: KVFormat, context: int) -> CacheKind:
-        """As an `LLM` chooses.
-
-        Raises:
-            ContextLengthError: the model has no positions for so many tokens.
-            KernelUnavailableError: no kernel serves the format here.
-        """
-        if context > model.spec.max_positions:
-            raise ContextLengthError(f"{model.name} takes {model.spec.max_positions} tokens, not {context}")
-        layout = PageLayout(fmt, model.geometry.head_dim)
-        choice = select_attention(Use(model.device, model.dtype, (layout,)), model.attention)
-        return cls(replace(layout, ahead=choice.ahead), choice.name, context)
-
-    def bytes_for(self, model: LoadedModel, batch: int) -> int:
-        """Of a cache for so many sequences."""
-        return predicted_bytes(self.layout, model.geometry, batch * self.layout.pages_for(self.context), batch)
-
-    def most(self, model: LoadedModel, batches: Sequence[int]) -> int:
-        """The largest of these batches for which there is memory now.
-
-        Raises:
-            CacheMemoryError: there is none.
-        """
-        free = free_memory(model.device)
-        fitting = [batch for batch in batches if self.bytes_for(model, batch) <= free * _SHARE_OF_FREE_MEMORY]
-        if not fitting:
-            least = min(batches)
-            size = self.bytes_for(model, least) / 2**30
-            raise CacheMemoryError(
-                f"the cache of {least} such sequences takes {size:.1f} GiB, and {free / 2**30:.1f} are free"
-            )
-        return max(fitting)
-
-
 class Decoding:
     """A model with a cache of one kind.
 
@@ -173,30 +111,16 @@ class Decoding:
         calibration: Calibration | None,
         params: SamplingParams,
     ) -> None:
-        layout, self._model, self._kind, max_batch = kind.layout, model, kind, max(batches)
-        choice = select_attention(Use(model.device, model.dtype, (layout,)), kind.attention)
+        choice = select_attention(Use(model.device, model.dtype, (kind.layout,)), kind.attention)
         obstacle = why_no_graphs(model.device, model.kernels, choice, bool(model.spec.expert_sizes))
         if model.device.type == "cuda" and obstacle is not None:
             raise KernelUnavailableError(f"a decode step can't be a CUDA graph: {obstacle}")
         recorder: Recorder = GraphRecorder(model.device) if model.device.type == "cuda" else EagerRecorder()
         self.instruments = Instruments(recorder, model.device)
-        pages = max_batch * layout.pages_for(kind.context)
-        self._books = CacheBooks(layout, pages, max_batch)
-        self._runner = Runner(
-            model,
-            layout,
-            pages,
-            max_batch,
-            calibration,
-            "chunk",
-            choice.load(),
-            max_batch,
-            kind.context,
-        )
+        self._model, self._kind = model, kind
+        self._cache = FilledCache(model, kind, max(batches), calibration)
+        self._books, self._runner = self._cache.books, self._cache.runner
         self._runner.decode_step.capture(self.instruments, batches, [Choice.of([params])])
-        storage = self._runner.storage
-        of_layer = layer_cache(model, 0, storage.layer(0), layout, calibration)
-        fill_storage(storage, coded_pages(layout, model.geometry.num_kv_heads, of_layer.coding))
         self._draw, self._batches = Draw(params, 0), frozenset(batches)
         self._sequences: list[int] = []
         self._tokens: list[int] = []
@@ -210,10 +134,7 @@ class Decoding:
         self._sequences = []
         for row in range(batch):
             length = self._kind.context - steps - row * PAGE_SIZE // batch
-            sequence = self._books.open().sequence
-            for start in range(0, length, _APPENDED):
-                self._books.append(sequence, [0] * min(_APPENDED, length - start))
-            self._sequences.append(sequence)
+            self._sequences.append(self._cache.open(length))
         self._tokens = torch.randint(self._model.spec.vocab_size, (batch,)).tolist()
 
     def works(self) -> list[DecodeWork]:

@@ -11,7 +11,7 @@ from time import monotonic, perf_counter
 import torch
 
 from subten.bench import model_shapes
-from subten.bench.decoding import CacheKind
+from subten.bench.filled_cache import CacheKind
 from subten.bench.latency import BenchModel, release_memory, undisturbed
 from subten.bench.latency_cases import with_moe
 from subten.bench.latency_report import percentile

@@ -10,7 +10,8 @@ from time import perf_counter
 
 import torch
 
-from subten.bench.decoding import CacheKind, Decoding
+from subten.bench.decoding import Decoding
+from subten.bench.filled_cache import CacheKind
 from subten.bench.latency_cases import (
     BATCHES_TRIED,
     LatencyCase,

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 import torch
 
 from subten.bench import model_shapes
-from subten.bench.decoding import CacheKind
+from subten.bench.filled_cache import CacheKind
 from subten.bench.latency_cases import LatencyCase, MoE, with_moe
 from subten.bench.processes import in_processes
 from subten.bench.random_model import ExpertScales, random_model, random_model_calibration

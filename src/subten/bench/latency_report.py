@@ -294,10 +294,9 @@ def latency_table(rows: Sequence[LatencyRow], machine: Machine) -> Table:
     return table
 
 
-def profile_lines(row: LatencyRow) -> list[str]:
-    """The kernels of a step, a line each."""
-    if row.profile is None:
+def profile_lines(found: Profile | None) -> list[str]:
+    """The kernels of a step, a line each; none where it was not taken apart."""
+    if found is None:
         return []
-    found = row.profile
     lines = [f"       a step as {found.of}: {found.us:.0f} us in {found.launches:.0f} launches"]
     return lines + [f"       {k.us:9.1f} us {k.launches:6.0f} x  {k.name[:100]}" for k in found.kernels]

@@ -57,7 +57,7 @@ class LatencyResults:
             key = _row_of(row)
             if row.p50_ms is not None or key not in self.rows:
                 self.rows[key] = row
-            print("\n".join([latency_line(row, seconds), *profile_lines(row)]), flush=True)
+            print("\n".join([latency_line(row, seconds), *profile_lines(row.profile)]), flush=True)
         else:
             self.largest[_cache_of(row)] = row
             print(largest_line(row, seconds), flush=True)

@@ -19,6 +19,8 @@ from subten.errors import KernelUnavailableError
 
 _READ_BYTES = 2**32
 _CPU_READ_BYTES, _CPU_READS = 2**27, 5
+_PRODUCT, _CPU_PRODUCT, _CPU_PRODUCTS = 8192, 1024, 5
+"""Rows and columns of matrices whose product says how fast products are."""
 _READ_FORMS = ((8, 2048), (4, 4096), (4, 8192))
 """Programs per multiprocessor and elements that each has in flight; the best of these is the ceiling."""
 
@@ -168,6 +170,21 @@ def _cpu_read_rate() -> float:
         words.max()
         times.append(perf_counter() - start)
     return words.nbytes / min(times) / 1e12
+
+
+def product_rate(device: torch.device) -> float:
+    """What a large matrix product reaches, in 10^12 floating-point operations per second: on a GPU in bfloat16, on a
+    CPU in float32."""
+    if device.type == "cuda":
+        a, b = (torch.randn(_PRODUCT, _PRODUCT, device=device).to(torch.bfloat16) for _ in range(2))
+        return 2 * _PRODUCT**3 / time_calls([lambda: torch.mm(a, b)]).us / 1e6
+    a, b = (torch.randn(_CPU_PRODUCT, _CPU_PRODUCT) for _ in range(2))
+    times = []
+    for _ in range(_CPU_PRODUCTS):
+        start = perf_counter()
+        torch.mm(a, b)
+        times.append(perf_counter() - start)
+    return 2 * _CPU_PRODUCT**3 / min(times) / 1e12
 
 
 def _version(package: str) -> str | None:

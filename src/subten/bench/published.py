@@ -13,7 +13,8 @@ from subten.errors import StorageError
 Row = Mapping[str, Any]
 Machine = Mapping[str, Any]
 
-_LATENCY, _ITL, _MOE, _LINEAR = "latency*_h200.json", "itl*_h200.json", "moe*_h200.json", "linear*_h200.json"
+_LATENCY, _PREFILL, _ITL = "latency*_h200.json", "prefill*_h200.json", "itl*_h200.json"
+_MOE, _LINEAR = "moe*_h200.json", "linear*_h200.json"
 _ATTENTION = "attention_h200.json"
 
 
@@ -37,6 +38,7 @@ class Published:
     Attributes:
         steps: `LatencyRow`s.
         largest: `LargestRow`s.
+        prefill: `PrefillRow`s.
         itl: `ItlRow`s.
         moe: `MoERow`s.
         linear: `LinearRow`s.
@@ -45,6 +47,7 @@ class Published:
 
     steps: Measured
     largest: Measured
+    prefill: Measured
     itl: Measured
     moe: Measured
     linear: Measured
@@ -60,6 +63,7 @@ class Published:
         if not folder.is_dir():
             raise StorageError(f"there is no folder {folder}; name the one with the result files")
         latency = [_with_sources(*_content(path)) for path in sorted(folder.glob(_LATENCY))]
+        prefill = [_content(path) for path in sorted(folder.glob(_PREFILL))]
         itl = [_content(path) for path in sorted(folder.glob(_ITL))]
         moe = [_content(path) for path in sorted(folder.glob(_MOE))]
         linear = [_content(path) for path in sorted(folder.glob(_LINEAR))]
@@ -73,6 +77,12 @@ class Published:
                 _with_profile,
             ),
             _merged(latency, "largest", ("shape", "context", "kv", "moe", "limit_ms"), lambda r: r["note"] is None),
+            _merged(
+                prefill,
+                "prefill",
+                ("shape", "kv", "context", "chunk_size"),
+                lambda r: r["p50_ms"] is not None,
+            ),
             _merged(
                 itl,
                 "itl",

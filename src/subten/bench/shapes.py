@@ -81,7 +81,7 @@ def parse_context(text: str) -> int:
 
 def context_name(tokens: int) -> str:
     """Inverse of `parse_context`, as short as can be."""
-    return f"{tokens // _KILO}k" if tokens % _KILO == 0 else str(tokens)
+    return f"{tokens // _KILO}k" if tokens and tokens % _KILO == 0 else str(tokens)
 
 
 def choose(shapes: Sequence[Shape], contexts: Sequence[int], *, quick: bool) -> tuple[Case, ...]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from subten import __version__
-from subten.bench.commands import itl, latency, report
+from subten.bench.commands import itl, latency, prefill, report
 from subten.cli.agent_check import agent_check
 from subten.cli.agent_mcp import agent_mcp
 from subten.cli.agent_run import agent_replay, agent_run
@@ -30,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 evaluations = typer.Typer(help="Measure the quality of KV formats.", rich_markup_mode=None)
-bench = typer.Typer(help="Measure how fast decode steps are.", rich_markup_mode=None)
+bench = typer.Typer(help="Measure how fast decode steps and prompts are.", rich_markup_mode=None)
 agent = typer.Typer(help="Judge what agents want to run, and run it apart.", rich_markup_mode=None)
 agent.command("check")(agent_check)
 agent.command("run")(agent_run)
@@ -38,6 +38,7 @@ agent.command("replay")(agent_replay)
 agent.command("doctor")(agent_doctor)
 agent.command("build-image")(agent_build_image)
 bench.command("latency")(latency)
+bench.command("prefill")(prefill)
 bench.command("itl")(itl)
 bench.command("report")(report)
 agent.command("mcp")(agent_mcp)
