@@ -77,7 +77,7 @@ def test_every_case_becomes_a_row_with_all_its_figures(tmp_path: Path, capsys: p
     ]
     for row in rows:
         nothing = {key for key, value in row.items() if value is None}
-        assert nothing == {"device_ms", "profile", "note"}
+        assert nothing == {"device_ms", "sm_mhz", "power_w", "profile", "note"}
         assert 0 < row["p50_ms"] <= row["p99_ms"] <= row["max_ms"]
         assert row["p99_over_p50"] == pytest.approx(row["p99_ms"] / row["p50_ms"])
         assert row["loop_p50_ms"] >= row["p50_ms"] > row["host_ms"]

@@ -44,7 +44,8 @@ def test_every_case_has_its_figures(shape: str, tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     assert len(content["latency"]) == 12
     for row in content["latency"]:
-        assert {key for key, value in row.items() if value is None} == {"note"}
+        # Where `nvidia-smi` is not there, clocks are not known.
+        assert {key for key, value in row.items() if value is None} - {"sm_mhz", "power_w"} == {"note"}
         assert row["host_ms"] > 0 < row["device_ms"]
         assert 0 < row["share"] < 1
         assert (row["compilations"], row["device_allocations"]) == (0, 0)

@@ -6,10 +6,12 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
 
+from subten.bench.clocks import clocks_during
 from subten.bench.decoding import Decoding
 from subten.bench.filled_cache import CacheKind
 from subten.bench.latency_cases import (
@@ -248,6 +250,7 @@ def time_steps(
     decoding.begin(batch, _UNTIMED + side)
     decoding.steps(_UNTIMED)
     on_device = instruments.device_ms(lambda: decoding.steps(side))
+    clocks = clocks_during(partial(take_side_steps, decoding, batch, side), model.device)
     decoding.begin(batch, _UNTIMED + side)
     decoding.steps(_UNTIMED)
     host: list[float] = []
@@ -277,7 +280,15 @@ def time_steps(
         bits=usage.bits_per_element,
         compilations=compiled,
         device_allocations=allocated,
+        sm_mhz=None if clocks is None else clocks.sm_mhz,
+        power_w=None if clocks is None else clocks.power_w,
     )
+
+
+def take_side_steps(decoding: Decoding, batch: int, steps: int) -> None:
+    """So many, of new sequences."""
+    decoding.begin(batch, steps)
+    decoding.steps(steps)
 
 
 def timed_loop(decoding: Decoding, context: int, batch: int, steps: int) -> tuple[list[float], list[float]]:
@@ -396,6 +407,8 @@ def make_row(
         bits=times.bits,
         compilations=times.compilations,
         device_allocations=times.device_allocations,
+        sm_mhz=times.sm_mhz,
+        power_w=times.power_w,
         profile=profile,
         note=note,
     )

@@ -69,6 +69,8 @@ class StepTimes:
         bits: per element of K and V, windows and unfilled slots of pages included.
         compilations: kernels compiled during the timed steps.
         device_allocations: times that the device was asked for memory during the timed steps.
+        sm_mhz: clock of the GPU's multiprocessors in the middle of such steps; None where it is not known.
+        power_w: watts that the GPU draws then; likewise.
     """
 
     steps: int
@@ -85,6 +87,8 @@ class StepTimes:
     bits: float
     compilations: int
     device_allocations: int
+    sm_mhz: float | None
+    power_w: float | None
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,8 @@ class LatencyRow:
         bits: see there.
         compilations: see there.
         device_allocations: see there.
+        sm_mhz: see there.
+        power_w: see there.
         profile: of a step, where it was asked for.
         note: why a figure is not there, or None.
     """
@@ -151,6 +157,8 @@ class LatencyRow:
     bits: float | None = None
     compilations: int | None = None
     device_allocations: int | None = None
+    sm_mhz: float | None = None
+    power_w: float | None = None
     profile: Profile | None = None
     note: str | None = None
 
