@@ -17,6 +17,7 @@ from subten.bench.latency import BenchModel
 from subten.bench.latency_ahead import AheadTask, take_step
 from subten.bench.latency_cases import LatencyCase, with_moe
 from subten.bench.latency_session import load
+from subten.bench.prefill import Prefilling
 from subten.engine.runner import Work
 from subten.engine.sampling import SamplingParams
 from subten.formats import get_format
@@ -51,6 +52,26 @@ def test_every_case_has_its_figures(shape: str, tmp_path: Path) -> None:
         assert (row["compilations"], row["device_allocations"]) == (0, 0)
         assert row["profile"]["launches"] > 4
     assert all(row["batch"] for row in content["largest"])
+
+
+@pytest.mark.parametrize("size", [100, 600])
+@pytest.mark.parametrize("kv", ["kv2", "bf16"])
+@pytest.mark.parametrize("shape", list(FEW))
+def test_layers_of_a_prompt_have_the_host_wait_for_nothing(shape: str, kv: str, size: int) -> None:
+    """But for the first, which works out what all of them move."""
+    made = load(shape, "channel", torch.device("cuda", 0))
+    model = BenchModel(with_moe(made.loaded, "fused")[0], made.weights, random=True)
+    prefilling = Prefilling(model, get_format(kv), 2048)
+    prefilling.take(1024, size)
+    books, runner, tokens = prefilling.cache.books, prefilling.cache.runner, list(range(size))
+    step = runner.begin([Work(books.append(prefilling.cache.open(1024), tokens), tokens)])
+    step.advance(1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step.advance(step.layers_left)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert bool(step.logits().isfinite().all())
 
 
 @pytest.mark.parametrize("moe", ["fused", "unfused"])

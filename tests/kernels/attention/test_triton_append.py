@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from subten.errors import KernelUnavailableError
 from subten.formats import PAGE_SIZE, PageLayout, get_format
 from subten.formats.codec import decode_keys, decode_values, write_tokens
 from subten.formats.coding import TensorCoding
-from subten.kernels.attention import AttentionInputs, LayerCache, MeanKey
+from subten.kernels.attention import AttentionInputs, LayerCache, MeanKey, triton_append
 from subten.kernels.attention.attend import attend_reference
 from subten.kernels.attention.device_cache import PagedLayers, refusal, tokens_in_pages
 from subten.kernels.attention.inputs import QKNorm
@@ -282,6 +283,33 @@ def test_chunk_by_chunk_attention_reads_what_the_reference_reads() -> None:
         wide = append_chunk(chunk.k, chunk.v, PagedLayers.of([device.cache]), inputs).by_sequence
         device.held[0] += chunk.length
         assert torch.equal(attend_reference(chunk.q, wide, device.cache, inputs, 0.1), expected)
+
+
+FROM_HOST = {"tensor", "as_tensor", "arange", "to", "cpu", "cuda", "tolist", "item", "nonzero", "__bool__", "__int__"}
+"""What has the host wait for a device, or is made of what the host knows."""
+
+
+@pytest.mark.parametrize("name", ["kv2-plain", "fp8", "bf16"])
+def test_what_a_chunk_moves_is_worked_out_once_for_all_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_append, "encode_tokens", lambda *_: None)
+    layout, pasts = PageLayout(get_format(name), 64), [history(n, 2, 2, 64) for n in (300, 70)]
+    device = OnDevice(layout, 2, [past.length for past in pasts])
+    inputs = device.inputs({row: past.length for row, past in enumerate(pasts)})
+    k, v = (torch.cat([getattr(past, side) for past in pasts]).float() for side in "kv")
+    called: list[set[str]] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            called[-1].add(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        for _ in range(2):
+            called.append(set())
+            append_chunk(k, v, device.layer, inputs)
+    assert "tolist" in called[0]
+    assert called[1], "it is watched"
+    assert called[1] & FROM_HOST == set()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,6 +91,11 @@ class AttentionInputs:
                 zip(pairwise(starts), self.context_len.tolist(), self.window_slot.tolist(), strict=True)
             )
         )
+
+    @cached_property
+    def kept(self) -> dict[object, Any]:
+        """What kernels have worked out of the batch once per step, not per layer, each by a key of its own."""
+        return {}
 
     @cached_property
     def parts(self) -> tuple[BatchPart, BatchPart]:

@@ -25,7 +25,7 @@ Chunks are `append_chunk`: the tokens that leave are coded by the same kernel, t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -586,11 +586,87 @@ class WideBatch:
         )
 
 
+class _SequenceMoves(NamedTuple):
+    """What moves in and out of the windows of one sequence.
+
+    Attributes:
+        rows: of it on the token axis of the step.
+        window_slot: its windows.
+        held_slots: of what was held before the step.
+        stay_rows: what stays in the windows, of its `WideTokens`.
+        stay_slots: where that goes.
+    """
+
+    rows: slice
+    window_slot: int
+    held_slots: Tensor
+    stay_rows: Tensor
+    stay_slots: Tensor
+
+
+@dataclass(frozen=True)
+class ChunkMoves:
+    """What a step of chunks moves: the same in all layers of a format, and so worked out once for all of them. What
+    it takes comes from the host, and each tensor from there has the host wait for all that the device has to do.
+
+    Attributes:
+        sequences: in order.
+        positions: see `WideBatch.positions`.
+        leaving: int64 [n], of `WideBatch.tokens`, what is coded.
+        leaving_sequence: int64 [n], which of the batch these are of.
+        leaving_position: int64 [n].
+    """
+
+    sequences: tuple[_SequenceMoves, ...]
+    positions: tuple[Tensor, ...]
+    leaving: Tensor
+    leaving_sequence: Tensor
+    leaving_position: Tensor
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, fmt: KVFormat, device: torch.device) -> ChunkMoves:
+        """Of a step, once."""
+        key = cls, fmt
+        if key not in inputs.kept:
+            inputs.kept[key] = cls._of(inputs, fmt, device)
+        moves: ChunkMoves = inputs.kept[key]
+        return moves
+
+    @classmethod
+    def _of(cls, inputs: AttentionInputs, fmt: KVFormat, device: torch.device) -> ChunkMoves:
+        sequences, positions, leaving, position = [], [], [], []
+        start = 0
+        for step in inputs.sequences:
+            move = _window_moves(step.context_len, step.length, fmt, device)
+            sequences.append(
+                _SequenceMoves(
+                    slice(step.start, step.end),
+                    step.window_slot,
+                    move.held_slots,
+                    len(move.held_slots) + move.stay_rows,
+                    move.stay_slots,
+                )
+            )
+            part = _leaving(step, fmt)
+            positions.append(move.positions)
+            leaving.append(torch.arange(start + part.start, start + part.stop, device=device))
+            position.append(move.positions[part])
+            start += len(move.positions)
+        counts = torch.tensor([len(rows) for rows in leaving])
+        return cls(
+            tuple(sequences),
+            tuple(positions),
+            torch.cat(leaving),
+            torch.repeat_interleave(counts).to(device),
+            torch.cat(position),
+        )
+
+
 def append_chunk(k: Tensor, v: Tensor, layer: PagedLayers, inputs: AttentionInputs) -> WideBatch:
     """Append a step of any number of tokens per sequence to one layer, in place.
 
     Afterwards `tokens_in_pages` tokens of every sequence are in its pages, which `block_table` must have room for.
-    Sizes are read on the host.
+    Sizes are read on the host, in the first layer of a step.
 
     Args:
         k: [tokens, num_kv_heads, head_dim], after q/k norm and RoPE.
@@ -601,27 +677,18 @@ def append_chunk(k: Tensor, v: Tensor, layer: PagedLayers, inputs: AttentionInpu
     Returns:
         The tokens that the queries may read in 16 bit.
     """
-    fmt, windows = layer.layout.format, layer.windows[0]
-    moves = [_window_moves(step.context_len, step.length, fmt, k.device) for step in inputs.sequences]
-    positions = tuple(move.positions for move in moves)
-    tokens = k.new_empty(2, sum(map(len, positions)), *k.shape[1:], dtype=layer.layout.wide_dtype)
-    leaving = []
-    for step, move, part in zip(inputs.sequences, moves, tokens.split([*map(len, positions)], dim=1), strict=True):
-        window, held = windows[step.window_slot].transpose(1, 2), len(move.held_slots)
+    windows = layer.windows[0]
+    moves = ChunkMoves.of(inputs, layer.layout.format, k.device)
+    sizes = [len(positions) for positions in moves.positions]
+    tokens = k.new_empty(2, sum(sizes), *k.shape[1:], dtype=layer.layout.wide_dtype)
+    for move, part in zip(moves.sequences, tokens.split(sizes, dim=1), strict=True):
+        window, held = windows[move.window_slot].transpose(1, 2), len(move.held_slots)
         part[:, :held] = window[:, move.held_slots]
-        part[0, held:], part[1, held:] = k[step.start : step.end], v[step.start : step.end]
-        window[:, move.stay_slots] = part[:, held + move.stay_rows]
-        leaving.append(_leaving(step, fmt))
-    counts = [part.stop - part.start for part in leaving]
-    wide = WideBatch(tokens, positions)
-    if any(counts):
-        by_sequence = list(zip(wide.by_sequence, leaving, strict=True))
-        leavers = torch.stack(
-            [torch.cat([getattr(x, side)[part] for x, part in by_sequence]) for side in ("keys", "values")]
-        )
-        sequence = torch.repeat_interleave(torch.tensor(counts)).to(k.device)
-        encode_tokens(layer, leavers, torch.cat([x.positions[part] for x, part in by_sequence]), inputs, sequence)
-    return wide
+        part[0, held:], part[1, held:] = k[move.rows], v[move.rows]
+        window[:, move.stay_slots] = part[:, move.stay_rows]
+    if len(moves.leaving):
+        encode_tokens(layer, tokens[:, moves.leaving], moves.leaving_position, inputs, moves.leaving_sequence)
+    return WideBatch(tokens, moves.positions)
 
 
 def _leaving(step: SequenceStep, fmt: KVFormat) -> slice:
