@@ -8,6 +8,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from tests.server.serving import Live
 
+from subten.server import settings
 from subten.server.metrics import Metrics
 from subten.server.settings import ServerSettings
 
@@ -26,6 +27,18 @@ def test_every_setting_is_documented_with_its_default() -> None:
     for name, field in ServerSettings.model_fields.items():
         default = "none" if field.default in (None, ()) else str(field.default)
         assert rows[name] == default, name
+
+
+def test_every_code_of_an_error_is_documented() -> None:
+    sources = (path.read_text(encoding="utf-8") for path in Path(settings.__file__).parent.glob("*.py"))
+    codes = {code for source in sources for code in re.findall(r"""\bcode="(\w+)\"""", source)}
+    assert "over_capacity" in codes
+    documented = {
+        code
+        for row in re.findall(r"^\| \d{3}.*? \| (.*?) \|", DOCUMENT, re.MULTILINE)
+        for code in re.findall(r"`(\w+)`", row)
+    }
+    assert codes <= documented
 
 
 def test_every_figure_is_documented_and_no_other() -> None:

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server. `create_app` makes an ASGI application of a model, `run` serves it."""
+"""The OpenAI-compatible HTTP server: app.py makes an ASGI application of a model, process.py serves it."""

@@ -1,4 +1,4 @@
-"""Device kernel of `kv_attention` for decoding from `kv2` pages on sm_90, in Gluon: Triton with layouts by hand.
+"""Device kernel of `attend_decode` for `kv2` pages on sm_90, in Gluon: Triton with layouts by hand.
 
 One launch, as in triton_decode.py, which serves all other formats and GPUs and is the one to read first: a program
 takes some pages of one sequence and KV head (the first ones some of the 16-bit windows), and the last to arrive adds

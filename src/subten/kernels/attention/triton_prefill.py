@@ -1,4 +1,4 @@
-"""`kv_attention` of a prefill on a GPU: chunks of queries over the quantised pages and the 16-bit tokens they see.
+"""`attend_prefill` on a GPU: chunks of queries over the quantised pages and the 16-bit tokens that they see.
 
 Two launches. `prepare_kernel` brings every query to float16, as it is, in the coded space of the keys, and multiplied
 with the mean key; `prefill_kernel` is a flash attention (Dao, arXiv:2307.08691) over tiles of 64 tokens. Its rows are
