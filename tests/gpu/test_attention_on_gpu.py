@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from subten.kernels.attention.gluon_decode import DECODE as GLUON
+from subten.kernels.attention.inputs import QKNorm
+from subten.kernels.attention.paged import norm_and_rotate
 from subten.kernels.attention.triton_decode import DECODE as TRITON
+from subten.kernels.attention.triton_heads import norm_and_rotate_rows
+from subten.kernels.rope import RopeSpec, rope_table
 from support.on_gpu import GpuCache, overall_error, worst_error
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +71,26 @@ def test_gluon_decode_in_16_bit(dtype: torch.dtype) -> None:
 )
 def test_triton_decode(name: str, head_dim: int, group: int) -> None:
     check(GpuCache.of(name, head_dim, 2, group, EDGES, seed=head_dim + group), TRITON)
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(128, 32, 4), (64, 15, 5), (80, 3, 1), (256, 2, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_heads_of_chunks(head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(head_dim)
+    shape = (333, heads + 2 * kv_heads, head_dim)
+    together = torch.randn(shape, generator=generator, device="cuda").to(dtype)
+    q, k, _ = together.split([heads, kv_heads, kv_heads], dim=1)
+    weights = torch.rand(2, head_dim, generator=generator, device="cuda").to(dtype)
+    norm, device = QKNorm(weights[0], weights[1], 1e-6), torch.device("cuda", 0)
+    rope = rope_table(RopeSpec(head_dim, theta=1e6), 131_072, device)
+    positions = torch.arange(130_000, 130_333, device=device)
+    found, expected = (way(q, k, positions, norm, rope) for way in (norm_and_rotate_rows, norm_and_rotate))
+    step = 2.0 ** (-6 if dtype is torch.bfloat16 else -9)
+    for x, reference in zip(found, expected, strict=True):
+        assert float((x.double() - reference.double()).abs().max()) <= step * float(reference.abs().max())
+        assert float((x == reference).double().mean()) > 0.97
+    alone = norm_and_rotate_rows(q[5:6], k[5:6], positions[5:6], norm, rope)
+    assert all(torch.equal(one, all_[5:6]) for one, all_ in zip(alone, found, strict=True))
 
 
 @pytest.mark.parametrize("rule", ["window", "chunk"])

@@ -7,6 +7,7 @@ import torch
 
 from subten.kernels.linear.gluon_linear import GluonLinear
 from subten.kernels.linear.triton_linear import TritonLinear, linear_many
+from subten.kernels.linear.triton_rows import norm_rows
 from support.linear import error, exactly, layer, norm_of, normed_exactly, rows
 
 pytestmark = pytest.mark.gpu
@@ -65,3 +66,12 @@ def test_many_tokens(kind: str) -> None:
         norm_of(2048, device="cuda"),
     )
     assert error(linear_many(x, weights, norm=norm), exactly(x, weights, norm=norm)) <= 2 * ROUNDED
+    normed, residual = torch.empty_like(x), rows(300, 5120, device="cuda", seed=9)
+    options = {"residual": residual, "factor": 0.5}
+    found = linear_many(x, weights, norm=norm, normed=normed, **options).double() - residual.double()
+    assert error(found, exactly(x, weights, norm=norm, **options) - residual.double()) <= 0.1, (
+        "beside the rounded sum"
+    )
+    assert error(normed, normed_exactly(x, norm)) <= ROUNDED
+    for some in (slice(0, 1), slice(7, 100)):
+        assert torch.equal(norm_rows(x[some], norm, torch.empty_like(x[some])), normed[some])

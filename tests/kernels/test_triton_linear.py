@@ -15,6 +15,7 @@ from subten.kernels.linear.plan import LinearShape, tune_linear
 from subten.kernels.linear.reference import linear_reference
 from subten.kernels.linear.triton_decode import linear_decode
 from subten.kernels.linear.triton_linear import TritonLinear, linear_many
+from subten.kernels.linear.triton_rows import norm_rows
 from subten.models import Decoder, load_weights, spec_from_config
 from subten.models.weights import KeptWeights
 from support.device_code import quicken_interpreter
@@ -155,6 +156,52 @@ def test_many_tokens_are_as_good_as_the_reference(kind: str) -> None:
     exact = exactly(x, weights, norm=norm)
     found, expected = linear_many(x, weights, norm=norm), linear_reference(x, weights, norm=norm)
     assert error(found, exact) <= 2 * error(expected, exact)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [96, 1000, 2048])
+def test_norms_of_many_tokens(kind: str, width: int) -> None:
+    """Of rows that lie apart, into memory that held something else; as far off as the one rounding behind them."""
+    dtype = KINDS[kind]
+    x, norm = rows(70, width + 8, dtype)[:, :width], norm_of(width, dtype)
+    out = torch.full((70, width), torch.nan, dtype=dtype)
+    assert norm_rows(x, norm, out) is out
+    assert error(out, normed_exactly(x, norm)) <= 2.0 ** (-11 if dtype is torch.float16 else -8)
+    assert torch.equal(norm_rows(x[5:6], norm, torch.empty_like(out[5:6])), out[5:6])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("kind", "bias", "residual", "factor"),
+    [("fp8", True, True, 0.22), ("fp8", False, False, 1.0), ("bf16", False, True, 1.0), ("fp16", True, True, 3.0)],
+)
+def test_what_is_behind_the_product_of_many_tokens(dtype, kind: str, bias: bool, residual: bool, factor) -> None:
+    weights, x = layer(1100, 64, kind, bias=bias), rows(70, 64, KINDS[kind])
+    added = rows(70, 1108, KINDS[kind], seed=7)[:, :1100] if residual else None
+    product = torch.nn.functional.linear(x, weights.weight.to(x.dtype)).double()
+    exact = product if weights.scale is None else product * weights.scale.double()
+    exact = factor * (exact if weights.bias is None else exact + weights.bias.double())
+    exact = exact if added is None else exact + added.double()
+    found = linear_many(x, weights, residual=added, factor=factor, dtype=dtype)
+    assert found.dtype == dtype
+    assert error(found, exact) <= (1e-6 if dtype is torch.float32 else 2.0**-8)
+
+
+def test_many_tokens_after_the_norm_are_left_for_others() -> None:
+    weights, x, norm = layer(40, 96, "bf16"), rows(70, 96), norm_of(96)
+    normed = torch.full_like(x, torch.nan)
+    found = linear_many(x, weights, norm=norm, normed=normed)
+    assert error(normed, normed_exactly(x, norm)) <= 2.0**-8
+    assert torch.equal(found, torch.nn.functional.linear(normed, weights.weight))
+    plain = torch.full_like(x, torch.nan)
+    linear_many(x, weights, normed=plain)
+    assert torch.equal(plain, x)
+
+
+def test_many_may_be_none() -> None:
+    weights, norm = layer(40, 96, "fp8"), norm_of(96)
+    found = linear_many(rows(0, 96), weights, norm=norm, residual=rows(0, 40))
+    assert found.shape == (0, 40)
 
 
 def test_weights_that_are_zero_in_a_channel() -> None:

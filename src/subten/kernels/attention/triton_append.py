@@ -40,6 +40,7 @@ from subten.kernels.attention.gluon_plan import head_tiles
 from subten.kernels.attention.gluon_tables import LARGEST_SCORE, Q_STEPS
 from subten.kernels.attention.inputs import AttentionInputs, QKNorm, SequenceStep, WideTokens
 from subten.kernels.attention.triton_encode import encode_tokens, to_f16
+from subten.kernels.attention.triton_heads import heads, rounded
 from subten.kernels.launches import can_overlap
 from subten.kernels.rope import RopeTable
 
@@ -50,7 +51,6 @@ _MOST_COLUMNS = 128
 _Q_STEPS, _LARGEST_SCORE = tl.constexpr(Q_STEPS), tl.constexpr(LARGEST_SCORE)
 _TO_INTEGER = tl.constexpr(1.5 * 2.0**23)
 """Added and taken away again, it rounds a float32 of less than 2^22 to the nearest integer."""
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)
@@ -376,7 +376,7 @@ def _prepare_queries(
         second_kept = tl.where(channel + HALF == kept_channel, kept, second_kept)
     if OVERLAP:
         _wait_for_previous_kernel()
-    first, second = _heads(q, live, position, weight, cos, sin, eps, HEAD_DIM, PADDED)
+    first, second = heads(q, live, position, weight, cos, sin, eps, HEAD_DIM, PADDED)
     if q_coded is not None:
         coded = _coded(first, second, upper, lower)
         tl.store(q_coded + query * HEAD_DIM + column, to_f16(coded), mask=live & (column < HEAD_DIM))
@@ -404,8 +404,8 @@ def _prepare_queries(
         inside = live & (channel < HALF)
         if q_out is not None:
             place = q_out + query * HEAD_DIM + channel
-            tl.store(place, _to(first, q_out.dtype.element_ty), mask=inside)
-            tl.store(place + HALF, _to(second, q_out.dtype.element_ty), mask=inside)
+            tl.store(place, rounded(first, q_out.dtype.element_ty), mask=inside)
+            tl.store(place + HALF, rounded(second, q_out.dtype.element_ty), mask=inside)
     if part == PARTS - 1:
         held = live & (channel < HALF)
         if q_steps is not None:
@@ -510,56 +510,14 @@ def _append_tokens(
     if OVERLAP:
         _wait_for_previous_kernel()
     values = tl.load(v + channel, mask=inside, other=0.0), tl.load(v + channel + HALF, mask=inside, other=0.0)
-    keys = _heads(k, live, position, weight, cos, sin, eps, HEAD_DIM, PADDED)
+    keys = heads(k, live, position, weight, cos, sin, eps, HEAD_DIM, PADDED)
     for half in tl.static_range(2):
         key, value = keys[half], values[half].to(tl.float32)
         if step is not None:
-            tl.store(step + half * HALF, _to(key, step.dtype.element_ty), mask=inside)
-            tl.store(step + half * HALF + step_side, _to(value, step.dtype.element_ty), mask=inside)
-        tl.store(windows + half * HALF, _to(key, windows.dtype.element_ty), mask=held)
-        tl.store(windows + half * HALF + windows_side, _to(value, windows.dtype.element_ty), mask=held)
-
-
-@triton.jit
-def _to(x, dtype: tl.constexpr):
-    """Float32 to `dtype`, to nearest: by hand where it is Triton's interpreter that would cut bfloat16 off."""
-    if dtype == tl.bfloat16 and _INTERPRETED:
-        bits = x.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where(x == x, bits, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        rounded = x.to(dtype)
-    return rounded
-
-
-@triton.jit
-def _heads(x, live, position, weight, cos, sin, eps, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Heads at `x` [n, 1] after norm and RoPE, float32, rounded to their dtype as often as torch does. Channels that
-    RoPE turns together lie in one thread: the first half and the second, [n, PADDED // 2] each."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    channel = tl.arange(0, PADDED // 2)[None, :]
-    inside = live & (channel < HALF)
-    first = tl.load(x + channel, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + channel + HALF, mask=inside, other=0.0).to(tl.float32)
-    if weight is not None:
-        # Of every head, as a tile: then they come in the layout of the heads.
-        place = tl.broadcast_to(weight + channel, first.shape)
-        first_weight = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        second_weight = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
-    if cos is not None:
-        cosine = tl.load(cos + position * HALF + channel, mask=inside, other=0.0)
-        sine = tl.load(sin + position * HALF + channel, mask=inside, other=0.0)
-    if weight is not None:
-        square = tl.sum(first * first + second * second, 1, keep_dims=True)
-        factor = tl.rsqrt(square * (1 / HEAD_DIM) + eps)
-        first = _to(first * factor * first_weight, x.dtype.element_ty).to(tl.float32)
-        second = _to(second * factor * second_weight, x.dtype.element_ty).to(tl.float32)
-    if cos is not None:
-        turned = first * cosine - second * sine
-        second = second * cosine + first * sine
-        first = _to(turned, x.dtype.element_ty).to(tl.float32)
-        second = _to(second, x.dtype.element_ty).to(tl.float32)
-    return first, second
+            tl.store(step + half * HALF, rounded(key, step.dtype.element_ty), mask=inside)
+            tl.store(step + half * HALF + step_side, rounded(value, step.dtype.element_ty), mask=inside)
+        tl.store(windows + half * HALF, rounded(key, windows.dtype.element_ty), mask=held)
+        tl.store(windows + half * HALF + windows_side, rounded(value, windows.dtype.element_ty), mask=held)
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------

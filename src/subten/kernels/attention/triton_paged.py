@@ -18,10 +18,10 @@ from torch import Tensor
 from subten.kernels.attention.decode_kernel import DecodeKernel
 from subten.kernels.attention.device_cache import PagedLayers
 from subten.kernels.attention.inputs import AttentionInputs, LayerCache, QKNorm
-from subten.kernels.attention.paged import norm_and_rotate
 from subten.kernels.attention.triton_append import DecodeQuery, WideBatch, append_chunk, append_decode
 from subten.kernels.attention.triton_decode import DECODE
 from subten.kernels.attention.triton_encode import encode_leaving
+from subten.kernels.attention.triton_heads import norm_and_rotate_rows
 from subten.kernels.attention.triton_prefill import attend_prefill
 from subten.kernels.rope import RopeTable
 
@@ -148,6 +148,6 @@ class TritonPagedAttention:
         norm: QKNorm | None,
         rope: RopeTable | None,
     ) -> Tensor:
-        q, k = norm_and_rotate(q, k, positions, norm, rope)
+        q, k = norm_and_rotate_rows(q, k, positions, norm, rope)
         wide = append_chunk(k, v, layer, inputs)
         return self._prefill(q, wide, layer, inputs, scale)

@@ -13,7 +13,7 @@ from subten.kernels.launches import MOST_TOKENS_OF_A_LAUNCH
 from subten.kernels.linear.inputs import LinearWeights, NormWeights
 from subten.kernels.linear.plan import LinearShape, LinearTuning, tune_linear
 from subten.kernels.linear.triton_decode import linear_decode
-from subten.kernels.norm import rms_norm_reference
+from subten.kernels.linear.triton_rows import finish_rows, norm_rows
 
 
 @dataclass(frozen=True)
@@ -90,18 +90,16 @@ def linear_many(
     but tokens rounded to four bits, and prompts would then be computed less accurately than what follows them.
     """
     if norm is not None:
-        x = rms_norm_reference(x, norm.weight, norm.eps)
-    if normed is not None:
-        normed.copy_(x)
-    if weights.scale is None:
-        y = F.linear(x, weights.weight, weights.bias)
-    else:
-        y = F.linear(x, weights.weight.to(x.dtype)) * weights.scale
-        y = y if weights.bias is None else y + weights.bias
-    y = y if factor == 1 else y * factor
-    if residual is not None:
-        y = residual + y
-    return y.to(dtype or x.dtype)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format) if normed is None else normed
+        x = norm_rows(x, norm, out)
+    elif normed is not None:
+        x = normed.copy_(x)
+    dtype = dtype or x.dtype
+    if weights.scale is None and residual is None and factor == 1:
+        return F.linear(x, weights.weight, weights.bias).to(dtype)
+    y = F.linear(x, weights.weight.to(x.dtype))
+    out = y if dtype == y.dtype else y.new_empty(y.shape, dtype=dtype)
+    return finish_rows(y, weights.scale, weights.bias, residual, factor, out)
 
 
 LINEAR = TritonLinear()
