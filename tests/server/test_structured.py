@@ -108,6 +108,23 @@ def test_bad_schemas_are_400_in_time_and_streams_go_on(narrow: Live, schema: dic
     assert "a" in json.loads(answer.choices[0].message.content or "")
 
 
+def test_a_schema_that_no_token_can_spell_is_its_own_error(server: Live) -> None:
+    """A tab may not stand in a string of JSON, so that the grammar leads nowhere."""
+    asked: dict[str, Any] = {"model": server.name, "messages": MESSAGES, "max_tokens": 100}
+    nowhere = form({"type": "array", "items": {"type": "string", "pattern": "^\t$"}, "minItems": 1})
+    with server.client().chat.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}) as stream:
+        next(iter(stream))
+        with pytest.raises(openai.BadRequestError, match="can't go on") as caught:
+            server.client().chat.completions.create(**asked, response_format=nowhere)
+        assert caught.value.code == "guard"
+        with (
+            pytest.raises(openai.APIError, match="can't go on"),
+            server.client().chat.completions.create(**asked, response_format=nowhere, stream=True) as failing,
+        ):
+            list(failing)
+        assert [c.finish_reason for chunk in stream for c in chunk.choices][-1] == "length"
+
+
 def test_a_schema_nested_deeply(server: Live) -> None:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(400):

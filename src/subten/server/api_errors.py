@@ -13,6 +13,7 @@ from subten.errors import (
     ContextLengthError,
     EngineStoppedError,
     ExtraMissingError,
+    GuardError,
     ParameterError,
     SubtenError,
 )
@@ -75,7 +76,7 @@ def from_subten(error: SubtenError) -> ApiError:
     message = str(error)
     if isinstance(error, ContextLengthError):
         return ApiError(400, message, code="context_length_exceeded")
-    if isinstance(error, (ParameterError, ExtraMissingError)):
+    if isinstance(error, (ParameterError, ExtraMissingError, GuardError)):
         return ApiError(400, message, code=error.code)
     if isinstance(error, EngineStoppedError):
         return shutting_down(message)
