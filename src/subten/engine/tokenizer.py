@@ -76,7 +76,13 @@ class Tokenizer:
         return (bos,) if bos is not None and self.encode("")[:1] == [bos] else ()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the special tokens the model wants around it unless told otherwise."""
+        """Token ids of `text`, with the special tokens the model wants around it unless told otherwise.
+
+        Raises:
+            ParameterError: the text has half of a surrogate pair, which no encoding can spell.
+        """
+        if not _is_unicode(text):
+            raise ParameterError("the text has half of a surrogate pair; it must be valid Unicode")
         # verbose=False: transformers would warn of texts that are longer than the model's context.
         encoded = self.backend(text, add_special_tokens=add_special_tokens, verbose=False)
         return [int(i) for i in encoded["input_ids"]]
@@ -157,6 +163,14 @@ class Tokenizer:
         if not self._byte_fallback or token_id in self._special:
             return False
         return _BYTE_TOKEN.fullmatch(self.backend.convert_ids_to_tokens(token_id)) is not None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _eos_token_ids(config: Mapping[str, Any]) -> list[int]:
