@@ -7,12 +7,14 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
+from starlette.types import Message
 from tests.server.conftest import TINY
 from tests.server.serving import Live, serving
 
@@ -22,7 +24,9 @@ from subten.server.api_errors import ApiError
 from subten.server.keys import read_keys
 from subten.server.limits import Capacity
 from subten.server.logs import JsonLines
+from subten.server.monitoring import Version
 from subten.server.settings import ServerSettings
+from subten.server.streams import EventStream
 
 KEYS = ("first-key", "second-key")
 ENDLESS = {"prompt": "abc", "max_tokens": 590, "temperature": 0, "ignore_eos": True}
@@ -170,6 +174,39 @@ def test_a_stream_closed_after_three_chunks_frees_its_pages(server: Live) -> Non
     begun = time.monotonic()
     server.assert_idle()
     assert time.monotonic() - begun < 5
+
+
+def test_a_stream_that_is_not_read_gives_its_places_back() -> None:
+    """What lies between server and client takes some megabytes in; so here the last piece of it is played."""
+    sent: list[str] = []
+
+    class Answers:
+        id = "unread"
+        left = False
+
+        async def __aenter__(self) -> None:
+            pass
+
+        async def __aexit__(self, *_: object) -> None:
+            self.left = True
+
+    async def chunks() -> AsyncIterator[Version]:
+        while True:
+            yield Version(version="1")
+
+    async def receive() -> Message:
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(message: Message) -> None:
+        sent.append(message["type"])
+        if len(sent) == 3:
+            await asyncio.get_running_loop().create_future()
+
+    answers: Any = Answers()
+    stream = EventStream(answers, chunks(), 0.05)
+    asyncio.run(asyncio.wait_for(stream({"type": "http", "method": "POST"}, receive, send), 30))
+    assert answers.left
+    assert sent == ["http.response.start", *["http.response.body"] * 2]
 
 
 def test_an_answer_that_fails_is_alone(tiny_folder: Path) -> None:

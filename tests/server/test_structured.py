@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from tests.server.serving import Live, serving
 
 from subten.engine import LLM, LoadedModel
 from subten.server.settings import ServerSettings
+from subten.server.structured import Grammars
 
 PERSON = {
     "type": "object",
@@ -123,6 +125,23 @@ def test_a_schema_that_no_token_can_spell_is_its_own_error(server: Live) -> None
         ):
             list(failing)
         assert [c.finish_reason for chunk in stream for c in chunk.choices][-1] == "length"
+
+
+def test_a_process_that_does_not_start_is_started_again(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, failures = Grammars._start_probe, [OSError("no more processes")]
+
+    async def started(self: Grammars) -> asyncio.subprocess.Process:
+        if failures:
+            raise failures.pop()
+        return await start(self)
+
+    monkeypatch.setattr(Grammars, "_start_probe", started)
+    with serving(LLM(tiny, **TINY)) as live:
+        asked: dict[str, Any] = {"model": live.name, "messages": MESSAGES, "response_format": form(PERSON)}
+        with pytest.raises(openai.InternalServerError):
+            live.client().chat.completions.create(**asked, max_tokens=3)
+        assert live.client().chat.completions.create(**asked, max_tokens=3).choices
+        live.assert_idle()
 
 
 def test_a_schema_nested_deeply(server: Live) -> None:

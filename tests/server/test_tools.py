@@ -195,6 +195,17 @@ def test_a_conversation_with_calls_goes_on(demo_live: Live) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "words"),
+    [("[" * 900 + "]" * 900, "recursion"), ('{"a": "\\ud800"}', "surrogate")],
+)
+def test_arguments_of_an_earlier_call_that_no_template_can_write(demo_live: Live, arguments: str, words: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages: Any = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(openai.BadRequestError, match=words):
+        demo_live.client().chat.completions.create(model=demo_live.name, messages=messages, max_tokens=5)
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"tool_choice": "required"}, "there are no tools"),

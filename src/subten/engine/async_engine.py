@@ -195,7 +195,7 @@ class AsyncEngine:
             self._closing = True
         self._wishes.put(_nothing if drain else self._cancel_all)
         await asyncio.to_thread(self._thread.join)
-        self._tokenizing.shutdown()
+        await asyncio.to_thread(self._tokenizing.shutdown)  # A long prompt may be on its way.
 
     async def __aenter__(self) -> AsyncEngine:
         return self

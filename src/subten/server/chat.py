@@ -121,11 +121,15 @@ async def chat_completions(
     body: ChatRequest, request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> Response | ChatCompletion:
     """Answer a conversation. With `stream`, as server-sent events."""
-    return await respond(request, _begin(body, service), stream=bool(body.stream))
+    return await respond(
+        request, _begin(body, service), stream=bool(body.stream), send_timeout=service.settings.send_timeout
+    )
 
 
 async def _begin(body: ChatRequest, service: Service) -> _Writer:
     service.check_model(body.model)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", param="top_logprobs")
     guard = await _guard(body, service)
     text, plain = chat_text(service.tokenizer, body)
     conversations = service.conversations
@@ -240,7 +244,8 @@ class _Writer:
 
         def remember(tokenizer: Tokenizer) -> None:
             # With a stop string, if there is one: the next message begins with it where it is a template's.
-            conversations.remember(prompt.text + tokenizer.decode(answer), (*prompt.token_ids, *answer))
+            text = prompt.text + tokenizer.decode(answer, skip_special_tokens=False)
+            conversations.remember(text, (*prompt.token_ids, *answer))
 
         with suppress(EngineStoppedError):
             await self._service.engine.with_tokenizer(remember)

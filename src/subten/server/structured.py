@@ -167,7 +167,11 @@ class Grammars:
         """
         await self.start()
         assert self._probe is not None, "a probe is being started"
-        process = await asyncio.shield(self._probe)
+        try:
+            process = await asyncio.shield(self._probe)
+        except Exception:
+            self.close()  # It has not started; the next one may.
+            raise
         assert process.stdin is not None
         assert process.stdout is not None
         answered = False
