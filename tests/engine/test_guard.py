@@ -154,7 +154,7 @@ def test_a_guard_that_can_not_be_made(llm: LLM) -> None:
 
 
 def test_a_guard_says_where_the_end_is() -> None:
-    with pytest.raises(ParameterError, match="min_tokens must be 0"):
+    with pytest.raises(ParameterError, match="min_tokens is 2; it must be 0 where a form or a guard"):
         SamplingParams(guard=lambda: Spells(WORD), min_tokens=2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -207,6 +208,35 @@ def test_a_stream_that_is_not_read_gives_its_places_back() -> None:
     asyncio.run(asyncio.wait_for(stream({"type": "http", "method": "POST"}, receive, send), 30))
     assert answers.left
     assert sent == ["http.response.start", *["http.response.body"] * 2]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_text_far_too_long_holds_up_nobody(server: Live, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused by its beginning; tokenising all of it would take seconds, in which nobody else is answered."""
+    encode, lengths = server.llm.tokenizer.encode, []
+
+    def counted(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(server.llm.tokenizer, "encode", counted)
+    text, few = "word " * 700_000, 16 * server.llm.max_context
+    body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    answer = server.post(path, json={"model": server.name, **body})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", next(iter(body)))
+    assert re.search(r"more than \d{4} tokens, where the context of this server holds 600", error["message"])
+    assert lengths == [few]
+
+
+def test_a_long_text_of_few_tokens_is_not_refused_by_its_beginning(server: Live) -> None:
+    class LongTokens:
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            return [0] * (len(text) // 20)
+
+    tokenizer: Any = LongTokens()
+    server.service.check_length(tokenizer, "x" * 11_000, "prompt")
 
 
 def test_an_answer_that_fails_is_alone(tiny_folder: Path) -> None:

@@ -221,6 +221,11 @@ def test_default_lengths(server: Live) -> None:
         ({"stop": ["x"] * 17}, openai.BadRequestError, "at most 16 items"),
         ({"stop": ["x", 1]}, openai.BadRequestError, "stop.1: Input should be a valid string"),
         ({"tool_choice": {"type": "function"}}, openai.BadRequestError, "tool_choice.function: Field required"),
+        (
+            {"response_format": {"type": "json_object"}, "extra_body": {"min_tokens": 3}},
+            openai.BadRequestError,
+            "min_tokens is 3; it must be 0 where a form",
+        ),
         ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs is given without logprobs"),
     ],
 )

@@ -123,9 +123,14 @@ class SamplingParams:
             )
         self._require(
             "guard",
-            lambda x: x is None or (callable(x) and self.min_tokens == 0),
-            "None, or what makes a guard; it decides where the answer may end, so min_tokens must be 0",
+            lambda x: x is None or callable(x),
+            "None, or what makes a guard",
         )
+        if self.guard is not None:
+            # Told of min_tokens: a client of the server gives a form, and knows of no guard.
+            self._require(
+                "min_tokens", lambda x: x == 0, "0 where a form or a guard decides where the answer may end"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             self._require(
                 name,

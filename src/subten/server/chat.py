@@ -131,10 +131,12 @@ async def _begin(body: ChatRequest, service: Service) -> _Writer:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", param="top_logprobs")
     guard = await _guard(body, service)
-    text, plain = chat_text(service.tokenizer, body)
     conversations = service.conversations
 
     def encode(tokenizer: Tokenizer) -> Prompt:
+        # Templates take their time over many messages, so that they too have no place in the event loop.
+        text = chat_text(tokenizer, body)
+        service.check_length(tokenizer, text, "messages")
         return Prompt(conversations.encode(tokenizer, text), text)
 
     prompt = await service.engine.with_tokenizer(encode)
@@ -142,7 +144,7 @@ async def _begin(body: ChatRequest, service: Service) -> _Writer:
         service.room(len(prompt.token_ids), body.longest_answer),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         guard=guard,
-        stop=DEFAULT_STOP if plain else (),
+        stop=() if service.tokenizer.has_chat_template else DEFAULT_STOP,
     )
     return _Writer(body, service, prompt, await service.answer([prompt], [params]))
 
@@ -233,7 +235,8 @@ class _Writer:
                 )
 
     def _reason(self, delta: Delta, scanner: ToolCallScanner) -> Any:
-        return "tool_calls" if delta.finish_reason == "stop" and scanner.calls else delta.finish_reason
+        called = scanner.calls and not scanner.amid  # A stop string may cut a call off.
+        return "tool_calls" if delta.finish_reason == "stop" and called else delta.finish_reason
 
     async def _remember(self, piece: Piece) -> None:
         """Keep the conversation's tokens for its next turn."""

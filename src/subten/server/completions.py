@@ -84,7 +84,11 @@ async def completions(
 async def _begin(body: CompletionRequest, service: Service) -> _Writer:
     service.check_model(body.model)
     texts = _prompts(body.prompt)
-    prompts = await service.engine.with_tokenizer(lambda tokenizer: [_encode(tokenizer, text) for text in texts])
+
+    def encode(tokenizer: Tokenizer) -> list[Prompt]:
+        return [_encode(service, tokenizer, text) for text in texts]
+
+    prompts = await service.engine.with_tokenizer(encode)
     # A prompt alone is one token too many, which nobody is shown.
     tokens = None if body.max_tokens is None else max(1, body.max_tokens)
     wanted = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
@@ -105,8 +109,9 @@ def _prompts(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int
     )
 
 
-def _encode(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
+def _encode(service: Service, tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
     if isinstance(prompt, str):
+        service.check_length(tokenizer, prompt, "prompt")
         token_ids = tokenizer.encode(prompt)
         if not token_ids:
             raise ParameterError("the prompt has no tokens; give it some text")
