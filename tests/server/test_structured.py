@@ -144,6 +144,30 @@ def test_a_process_that_does_not_start_is_started_again(tiny: LoadedModel, monke
         live.assert_idle()
 
 
+LEFT_OUT: list[tuple[dict[str, Any], str]] = [
+    ({"allOf": [{"type": "string", "maxLength": 3}, {"enum": ["ab", "abcd"]}]}, "allOf"),
+    ({"$ref": "http://example.com/schema.json"}, "http://example.com"),
+    ({"type": "string", "pattern": "^a+$", "maxLength": 3}, "minLength/maxLength"),
+    ({"type": "string", "pattern": "^(?=a)b$"}, "(?i)lookahead"),
+]
+
+
+@pytest.mark.parametrize(("schema", "words"), LEFT_OUT)
+def test_a_schema_that_would_hold_in_part_only_is_refused(server: Live, schema: dict[str, Any], words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        server.client().chat.completions.create(
+            model=server.name, messages=MESSAGES, max_tokens=5, response_format=form(schema)
+        )
+    assert caught.value.code == "invalid_schema"
+
+
+def test_a_tool_whose_schema_holds_in_part_is_taken(server: Live) -> None:
+    parameters = {"type": "object", "properties": {f"p{n}": schema for n, (schema, _) in enumerate(LEFT_OUT)}}
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    asked: dict[str, Any] = {"model": server.name, "messages": MESSAGES, "max_tokens": 5}
+    assert server.client().chat.completions.create(**asked, tools=tools, tool_choice="required").choices
+
+
 def test_a_schema_nested_deeply(server: Live) -> None:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(400):

@@ -192,6 +192,9 @@ class Grammars:
         result = json.loads(answer)
         if "error" in result:
             raise _bad(f"is not supported: {_PREFIX.sub('', result['error']).strip()[:300]}", param)
+        # What of a tool's schema is left out makes arguments that may be wrong; a form that is promised must hold.
+        if result["ignored"] and param == "response_format":
+            raise _bad(f"is not supported: {result['ignored'][:300]}", param)
         if result["bytes"] > self._settings.grammar_bytes:
             raise _bad(
                 f"compiles to {result['bytes']} bytes; this server takes {self._settings.grammar_bytes}", param
