@@ -127,6 +127,15 @@ def test_a_schema_that_no_token_can_spell_is_its_own_error(server: Live) -> None
         assert [c.finish_reason for chunk in stream for c in chunk.choices][-1] == "length"
 
 
+def test_a_schema_that_takes_too_much_memory(tiny: LoadedModel) -> None:
+    with serving(LLM(tiny, **TINY), ServerSettings(schema_seconds=60, grammar_bytes=1_000_000)) as live:
+        for _ in range(2):  # The second finds a process that was started for it.
+            with pytest.raises(openai.BadRequestError, match="takes more memory to compile"):
+                live.client().chat.completions.create(
+                    model=live.name, messages=MESSAGES, max_tokens=5, response_format=form(SLOW)
+                )
+
+
 def test_a_process_that_does_not_start_is_started_again(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     start, failures = Grammars._start_probe, [OSError("no more processes")]
 

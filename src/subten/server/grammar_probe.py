@@ -33,6 +33,8 @@ def main() -> None:
         try:
             _say(_compiled(compiler, line))
         except Exception as error:
+            if isinstance(error, MemoryError) or "bad_alloc" in str(error):
+                return  # Who waits for an answer knows what it means that there is none.
             _say({"error": str(error)})
 
 
