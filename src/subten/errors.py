@@ -94,6 +94,12 @@ class NumericalError(SubtenError):
     code = "numerical"
 
 
+class GuardError(SubtenError):
+    """An answer that can't go on in the form that it is held to, or whose guard has failed."""
+
+    code = "guard"
+
+
 class EngineStoppedError(SubtenError):
     """An engine that is closed, or has failed, and takes no more requests."""
 

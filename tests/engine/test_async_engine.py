@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from tests.engine.serving import save_model
 
 from subten.engine import LLM, AsyncEngine, LoadedModel, SamplingParams, load_model
-from subten.errors import ContextLengthError, ParameterError, SubtenError
+from subten.errors import ContextLengthError, EngineStoppedError, GuardError, ParameterError, SubtenError
 
 SIZES = {"head_dim": 32, "num_hidden_layers": 1, "max_position_embeddings": 512}
 
@@ -196,16 +197,73 @@ def test_a_fork_of_a_finished_answer_continues_it(llm: LLM) -> None:
         (2, [greedy()], "1 params for 2"),
         (1, [greedy(n=2)], "n is 2 for a branch"),
         (1, [greedy(stop_token_ids=(999,))], "token id 999"),
+        (1, [None], "params is a NoneType"),
+        (1, [greedy(guard=lambda: 1 / 0)], "division by zero"),
     ],
 )
 def test_bad_forks(llm: LLM, n: int, params: list | None, words: str) -> None:
     async def use(engine: AsyncEngine) -> None:
         async with await engine.submit("abc", greedy()) as generation:
-            with pytest.raises(ParameterError, match=words):
-                await generation.fork(n, params)
+            with pytest.raises((ParameterError, GuardError), match=words):
+                await asyncio.wait_for(generation.fork(n, params), 30)
             assert len((await generation.completions())[0].token_ids) == 12
 
     serve(llm, use)
+
+
+def test_answers_that_do_not_exist(llm: LLM) -> None:
+    async def use(engine: AsyncEngine) -> None:
+        async with await engine.submit("abc", greedy(n=2)) as generation:
+            for number in (2, -1):
+                with pytest.raises(ParameterError, match=f"no answer {number}; they are numbered 0 to 1"):
+                    await generation.fork(1, answer=number)
+                with pytest.raises(ParameterError, match=f"no answer {number}"):
+                    generation.cancel(number)
+            assert {answer.finish_reason for answer in await generation.completions()} == {"length"}
+
+    serve(llm, use)
+
+
+def test_forks_of_an_answer_that_waits_for_the_prompt_go_on_without_the_first(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, step = threading.Event(), llm.loop.step
+
+    def held() -> None:
+        if begin.wait(0.001):
+            step()
+
+    monkeypatch.setattr(llm.loop, "step", held)
+
+    async def use(engine: AsyncEngine) -> tuple:
+        generation = await engine.submit("abc" * 20, greedy(n=3))
+        forks = await generation.fork(2, [greedy(), greedy()], answer=1)
+        generation.cancel(0)
+        await engine.stats()  # Behind that wish.
+        begin.set()
+        answers = [(await asyncio.wait_for(fork.completions(), 30))[0] for fork in forks]
+        return await generation.completions(), answers
+
+    (first, *others), forks = serve(llm, use)
+    assert first.finish_reason == "cancelled"
+    assert len({answer.token_ids for answer in (*others, *forks)}) == 1
+
+
+def test_a_bug_ends_the_wait_of_who_has_asked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(llm, "stats", broken)
+
+    async def run() -> None:
+        engine = AsyncEngine(llm)
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            await asyncio.wait_for(engine.stats(), 30)
+        with pytest.raises(EngineStoppedError, match="a bug"):
+            await engine.generate("abc", greedy())
+        await engine.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

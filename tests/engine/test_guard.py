@@ -11,7 +11,7 @@ from tests.engine.serving import save_model
 from subten.engine import LLM, AsyncEngine, LoadedModel, SamplingParams, load_model
 from subten.engine.guard import allowed_tokens
 from subten.engine.sampling import SampleRow, sample
-from subten.errors import EngineStoppedError, ParameterError
+from subten.errors import EngineStoppedError, GuardError, ParameterError
 from subten.formats import PageLayout, get_format
 from subten.kvcache import CacheBooks
 
@@ -94,8 +94,67 @@ def test_a_fork_goes_on_where_the_guard_is(llm: LLM) -> None:
         assert (*answer.prompt_token_ids[3:], *answer.token_ids) == WORD
 
 
+@dataclass
+class Fails:
+    """Fails at its third token, in one of several ways."""
+
+    way: str
+    seen: int = 0
+
+    def allowed(self) -> torch.Tensor | None:
+        self.seen += 1
+        if self.seen == 3 and self.way == "allowed":
+            raise ValueError("no idea")
+        nothing, unknown = torch.zeros(9, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+        unknown[8] = 1 << 30  # Behind the vocabulary's end.
+        return {"nothing": nothing, "unknown": unknown}.get(self.way) if self.seen == 3 else None
+
+    def accept(self, token_id: int) -> None:
+        if self.seen == 3 and self.way == "accept":
+            raise ValueError("no idea")
+
+    @property
+    def finished(self) -> bool:
+        if self.seen == 3 and self.way == "finished":
+            raise ValueError("no idea")
+        return False
+
+    def fork(self) -> Fails:
+        return Fails(self.way, self.seen)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize(
+    ("way", "words", "tokens"),
+    [
+        ("allowed", "no idea", 2),
+        ("nothing", "can't go on", 2),
+        ("unknown", "can't go on", 2),
+        ("accept", "no idea", 3),
+        ("finished", "no idea", 3),
+    ],
+)
+def test_an_answer_whose_guard_fails_fails_alone(
+    llm: LLM, temperature: float, way: str, words: str, tokens: int
+) -> None:
+    params = SamplingParams(temperature=temperature, seed=1, guard=lambda: Fails(way), max_tokens=9, ignore_eos=True)
+    free = SamplingParams(temperature=temperature, seed=1, logprobs=0, max_tokens=9, ignore_eos=True)
+    bad, other = llm.generate(["abc", "abc"], [params, free])
+    assert (bad.finish_reason, len(bad.token_ids)) == ("error", tokens)
+    assert isinstance(bad.error, GuardError)
+    assert words in str(bad.stop_reason)
+    assert bad.token_ids == other.token_ids[:tokens]
+    assert (other.finish_reason, len(other.token_ids)) == ("length", 9)
+    assert llm.stats().available_pages == llm.stats().pages
+
+
+def test_a_guard_that_can_not_be_made(llm: LLM) -> None:
+    with pytest.raises(GuardError, match="division by zero"):
+        llm.generate("abc", SamplingParams(guard=lambda: 1 / 0))  # type: ignore[arg-type, return-value]
+
+
 def test_a_guard_says_where_the_end_is() -> None:
-    with pytest.raises(ParameterError, match="min_tokens must be 0"):
+    with pytest.raises(ParameterError, match="min_tokens is 2; it must be 0 where a form or a guard"):
         SamplingParams(guard=lambda: Spells(WORD), min_tokens=2)
 
 

@@ -180,11 +180,17 @@ def test_a_request_that_fails_on_its_way_leaves_nothing_for_others_to_continue(m
         ([5, 258], ParameterError, "token id 258"),
         ([-1], ParameterError, "token id -1"),
         ("x" * 400, ContextLengthError, "400 tokens and the context 400"),
+        ("half \ud800", ParameterError, "surrogate"),
+        ([1.5], ParameterError, "1.5 is no token id"),
+        (["a"], ParameterError, "'a' is no token id"),
+        (b"abc", ParameterError, "bytes"),
+        (torch.tensor([1, 2]), ParameterError, "Tensor"),
+        (None, ParameterError, "NoneType"),
     ],
 )
 def test_bad_prompts(llm: LLM, prompt, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        llm.generate([prompt] if prompt == [] else prompt, greedy())
+        llm.generate([prompt], greedy())
     with pytest.raises(error, match=words):
         list(llm.stream(prompt, greedy()))
     llm.check_integrity()
@@ -194,6 +200,29 @@ def test_a_bad_prompt_leaves_the_others_unstarted(llm: LLM) -> None:
     with pytest.raises(ContextLengthError):
         llm.generate(["fine", "x" * 500], greedy())
     assert not llm.loop.busy
+
+
+@pytest.mark.parametrize("prompts", [["a", 5], [5, "a"], [[1, 2], 5]])
+def test_prompts_that_mix_tokens_and_texts(llm: LLM, prompts: list) -> None:
+    with pytest.raises(ParameterError, match="mix token ids"):
+        llm.generate(prompts, greedy())
+
+
+@pytest.mark.parametrize("prompts", [b"abc", None, torch.tensor([1, 2])])
+def test_prompts_of_no_kind(llm: LLM, prompts) -> None:
+    with pytest.raises(ParameterError, match=type(prompts).__name__):
+        llm.generate(prompts, greedy())
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, [None], ["temperature"]])
+def test_params_of_no_kind(llm: LLM, params) -> None:
+    with pytest.raises(ParameterError, match="must be SamplingParams"):
+        llm.generate(["one"], params)
+
+
+def test_a_tail_of_less_than_nothing(llm: LLM) -> None:
+    with pytest.raises(ParameterError, match="decode_tail is -5"):
+        list(llm.score([1, 2, 3], -5))
 
 
 def test_scoring_longer_than_the_context(llm: LLM) -> None:

@@ -57,6 +57,7 @@ any_params = st.builds(
         ("temperature", math.nan, "finite"),
         ("temperature", math.inf, "finite"),
         ("temperature", "hot", "finite"),
+        ("temperature", 10**400, "finite"),
         ("top_k", -1, "at least 0"),
         ("top_k", 1.5, "whole number"),
         ("top_k", True, "whole number"),
@@ -123,6 +124,28 @@ def test_top_k_of_one_is_greedy(seed: int, temperature: float) -> None:
 def test_a_vanishing_temperature_is_greedy_without_overflow(temperature: float) -> None:
     logits = torch.tensor([[-3e4, 3e4, 2.9e4], [5.0, -1e30, 4.0]])
     assert sample(logits, rows_of(SamplingParams(temperature=temperature), 2)).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e39, 1e300])
+def test_no_temperature_is_hot_enough_for_a_suppressed_token(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=2, min_tokens=1)
+    rows = [SampleRow(params, seed, 5, suppressed=(0, 2)) for seed in range(20)]
+    assert sample(torch.zeros(20, 3), rows).tolist() == [1] * 20
+
+
+@pytest.mark.parametrize("top_k", [2**62, 2**63, 2**200])
+def test_a_top_k_beyond_64_bits_keeps_all(top_k: int) -> None:
+    logits = random_logits(4, 31, 0)
+    assert torch.equal(
+        sample(logits, rows_of(SamplingParams(top_k=top_k), 4)), sample(logits, rows_of(SamplingParams(), 4))
+    )
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_the_smallest_top_p_keeps_the_most_probable(top_k: int) -> None:
+    scores = torch.zeros(1, 9).index_fill(1, torch.tensor([5]), 0.1)
+    kept = filter_scores(scores, knobs(SamplingParams(top_p=5e-324, top_k=top_k)))
+    assert kept.isfinite().nonzero().tolist() == [[0, 5]]
 
 
 @given(seed=st.integers(0, 2**32), top_k=st.integers(1, 40))

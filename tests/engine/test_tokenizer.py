@@ -207,6 +207,16 @@ def test_a_conversation_that_the_template_refuses_is_one_clear_error() -> None:
         tokenizer.chat([{"role": "system", "content": "be nice"}])
 
 
+def test_whatever_a_template_fails_with_is_one_clear_error() -> None:
+    with pytest.raises(ParameterError, match=r"refuses the conversation: .*division"):
+        BYTE_LEVEL.chat_text([{"role": "user", "content": ""}], template="{{ 1 // 0 }}")
+    nested: list = []
+    for _ in range(2000):
+        nested = [nested]
+    with pytest.raises(ParameterError, match=r"refuses the conversation: .*recursion"):
+        BYTE_LEVEL.chat_text([{"role": "user", "content": nested}], template="{{ messages }}")
+
+
 def checkpoint(path: Path, config: dict[str, Any]) -> Any:
     return SimpleNamespace(path=path, config=config, tokenizer=byte_level)
 

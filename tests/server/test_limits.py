@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
+from starlette.types import Message
 from tests.server.conftest import TINY
 from tests.server.serving import Live, serving
 
@@ -22,7 +25,9 @@ from subten.server.api_errors import ApiError
 from subten.server.keys import read_keys
 from subten.server.limits import Capacity
 from subten.server.logs import JsonLines
+from subten.server.monitoring import Version
 from subten.server.settings import ServerSettings
+from subten.server.streams import EventStream
 
 KEYS = ("first-key", "second-key")
 ENDLESS = {"prompt": "abc", "max_tokens": 590, "temperature": 0, "ignore_eos": True}
@@ -170,6 +175,68 @@ def test_a_stream_closed_after_three_chunks_frees_its_pages(server: Live) -> Non
     begun = time.monotonic()
     server.assert_idle()
     assert time.monotonic() - begun < 5
+
+
+def test_a_stream_that_is_not_read_gives_its_places_back() -> None:
+    """What lies between server and client takes some megabytes in; so here the last piece of it is played."""
+    sent: list[str] = []
+
+    class Answers:
+        id = "unread"
+        left = False
+
+        async def __aenter__(self) -> None:
+            pass
+
+        async def __aexit__(self, *_: object) -> None:
+            self.left = True
+
+    async def chunks() -> AsyncIterator[Version]:
+        while True:
+            yield Version(version="1")
+
+    async def receive() -> Message:
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(message: Message) -> None:
+        sent.append(message["type"])
+        if len(sent) == 3:
+            await asyncio.get_running_loop().create_future()
+
+    answers: Any = Answers()
+    stream = EventStream(answers, chunks(), 0.05)
+    asyncio.run(asyncio.wait_for(stream({"type": "http", "method": "POST"}, receive, send), 30))
+    assert answers.left
+    assert sent == ["http.response.start", *["http.response.body"] * 2]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_text_far_too_long_holds_up_nobody(server: Live, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused by its beginning; tokenising all of it would take seconds, in which nobody else is answered."""
+    encode, lengths = server.llm.tokenizer.encode, []
+
+    def counted(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(server.llm.tokenizer, "encode", counted)
+    text, few = "word " * 700_000, 16 * server.llm.max_context
+    body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    answer = server.post(path, json={"model": server.name, **body})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", next(iter(body)))
+    assert re.search(r"more than \d{4} tokens, where the context of this server holds 600", error["message"])
+    assert lengths == [few]
+
+
+def test_a_long_text_of_few_tokens_is_not_refused_by_its_beginning(server: Live) -> None:
+    class LongTokens:
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            return [0] * (len(text) // 20)
+
+    tokenizer: Any = LongTokens()
+    server.service.check_length(tokenizer, "x" * 11_000, "prompt")
 
 
 def test_an_answer_that_fails_is_alone(tiny_folder: Path) -> None:

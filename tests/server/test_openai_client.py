@@ -128,6 +128,39 @@ def test_echo_and_logprobs(server: Live) -> None:
         assert top[token] == logprob
 
 
+@pytest.mark.parametrize("prompt", ["é日本😀 x", [195, 97, 256, 98, 104]])
+def test_offsets_are_places_in_the_text(server: Live, prompt: Any) -> None:
+    """With characters of several tokens, in prompt and answer, tokens that are no text, and bytes that are no
+    character."""
+    begin = server.llm.tokenizer.backend.convert_tokens_to_ids("<|begin|>")
+    asked: dict[str, Any] = {"model": server.name, "prompt": prompt, "logprobs": 0, "max_tokens": 60, "seed": 5}
+    more: dict[str, Any] = {"logit_bias": {str(begin): 4}, "extra_body": {"ignore_eos": True}}
+    (choice,) = server.client().completions.create(**asked, **more, echo=True).choices
+    assert choice.logprobs is not None
+    rows = list(zip(choice.logprobs.tokens or [], choice.logprobs.text_offset or [], strict=True))
+    silent = [place for place, (token, _) in enumerate(rows) if token == "<|begin|>" and place >= len(rows) - 60]
+    parts = [offset for token, offset in rows if token.startswith("bytes:")]
+    assert silent
+    assert parts
+    for place, (token, offset) in enumerate(rows):
+        if place not in silent and not token.startswith("bytes:"):
+            assert choice.text[offset : offset + len(token)] == token
+    assert all(choice.text[offset] > "\x7f" for offset in parts)
+    (alone,) = server.client().completions.create(**asked, **more).choices
+    assert alone.logprobs is not None
+    begun = rows[-60][1]
+    assert alone.logprobs.text_offset == [offset - begun for _, offset in rows[-60:]]
+
+
+def test_null_is_a_field_that_is_not_given(server: Live) -> None:
+    asked: dict[str, Any] = {"model": server.name, "prompt": "abc", "max_tokens": 3, "seed": 1}
+    null: dict[str, Any] = dict.fromkeys(("n", "echo", "stop", "logprobs", "stream", "stream_options"))
+    plain = server.client().completions.create(**asked)
+    assert server.client().completions.create(**asked, **null).choices == plain.choices
+    more = {"min_tokens": None, "ignore_eos": None, "top_k": None}
+    assert server.client().completions.create(**asked, extra_body=more).choices == plain.choices
+
+
 def test_a_prompt_alone_has_no_answer(server: Live) -> None:
     answer = server.client().completions.create(model=server.name, prompt="abc", max_tokens=0, echo=True)
     assert answer.usage is not None
@@ -183,8 +216,17 @@ def test_default_lengths(server: Live) -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}]}]},
             openai.BadRequestError,
-            "messages.0.content",
+            "messages.0.content.0.type: Input should be 'text'",
         ),
+        ({"stop": ["x"] * 17}, openai.BadRequestError, "at most 16 items"),
+        ({"stop": ["x", 1]}, openai.BadRequestError, "stop.1: Input should be a valid string"),
+        ({"tool_choice": {"type": "function"}}, openai.BadRequestError, "tool_choice.function: Field required"),
+        (
+            {"response_format": {"type": "json_object"}, "extra_body": {"min_tokens": 3}},
+            openai.BadRequestError,
+            "min_tokens is 3; it must be 0 where a form",
+        ),
+        ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs is given without logprobs"),
     ],
 )
 def test_errors_have_the_right_codes(server: Live, changes: dict, error: type, words: str) -> None:

@@ -56,6 +56,28 @@ def test_counts_are_exact(server: Live) -> None:
     assert after["subten:compilations_total"] == 0
 
 
+def test_what_the_engine_refuses_is_no_prompt(server: Live) -> None:
+    before = server.metrics()
+    answer = server.post("/v1/completions", json={"model": server.name, "prompt": [1, 2, 99999]})
+    assert answer.status_code == 400
+    after = server.metrics()
+    assert {name for name in after if name.startswith("vllm:") and after[name] != before.get(name, 0)} == set()
+
+
+def test_answers_that_end_before_their_first_token_have_ended_too(server: Live) -> None:
+    """Of a batch of four, two answers wait while the client goes away."""
+    server.assert_idle()
+    before = server.metrics()
+    asked = {"model": server.name, "prompt": "z" * 200, "max_tokens": 350, "stream": True}
+    with server.client().completions.create(**asked, n=6, extra_body={"ignore_eos": True}) as stream:
+        next(iter(stream))
+    server.assert_idle()
+    after = server.metrics()
+    assert after["vllm:request_success_total"] - before.get("vllm:request_success_total", 0) == 6
+    begun = after["vllm:time_to_first_token_seconds_count"] - before["vllm:time_to_first_token_seconds_count"]
+    assert begun <= 4
+
+
 def test_gauges_show_what_runs(server: Live) -> None:
     asked = {"model": server.name, "prompt": "y" * 300, "max_tokens": 290, "stream": True}
     with server.client().completions.create(**asked, n=3, extra_body={"ignore_eos": True}) as stream:

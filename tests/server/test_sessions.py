@@ -71,17 +71,45 @@ class Clock:
 
 def test_remembered_tokens_are_used_and_forgotten() -> None:
     tokenizer, clock = Tokenizer(byte_tokenizer()), Clock()
-    plain = tuple(tokenizer.encode("abcd", add_special_tokens=False))
+    plain = tuple(tokenizer.encode("a.;d", add_special_tokens=False))
     conversations = Conversations(2, 10.0, clock)
-    assert conversations.encode(tokenizer, "abcd") == plain
-    conversations.remember("ab", (7,))
-    assert conversations.encode(tokenizer, "abcd") == (7, *plain[2:])
-    conversations.remember("abc", (8,))
-    assert conversations.encode(tokenizer, "abcd") == (8, plain[3])
+    assert conversations.encode(tokenizer, "a.;d") == plain
+    conversations.remember("a.", (7,))
+    assert conversations.encode(tokenizer, "a.;d") == (7, *plain[2:])
+    conversations.remember("a.;", (8,))
+    assert conversations.encode(tokenizer, "a.;d") == (8, plain[3])
     clock.now = 6.0
-    assert conversations.encode(tokenizer, "abd") == (7, plain[3])
-    clock.now = 12.0  # "abc" was last used at 0, "ab" at 6.
-    assert conversations.encode(tokenizer, "abcd") == (7, *plain[2:])
+    assert conversations.encode(tokenizer, "a.d") == (7, plain[3])
+    clock.now = 12.0  # "a.;" was last used at 0, "a." at 6.
+    assert conversations.encode(tokenizer, "a.;d") == (7, *plain[2:])
     conversations.remember("x", (1,))
     conversations.remember("y", (2,))  # Makes room of the least recently used one.
-    assert conversations.encode(tokenizer, "abcd") == plain
+    assert conversations.encode(tokenizer, "a.;d") == plain
+
+
+def test_an_answer_that_was_cut_off_is_not_taken_for_a_longer_one() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    conversations = Conversations(2, None)
+    conversations.remember("say: Hel", (7,))
+    assert conversations.encode(tokenizer, "say: Hello") == tuple(tokenizer.encode("say: Hello"))
+    assert conversations.encode(tokenizer, "say: Hel<|end|>")[:2] == (7, tokenizer.encode("<|end|>")[0])
+
+
+def test_control_tokens_of_an_answer_are_nobody_elses_prompt(server: Live) -> None:
+    """They are no part of an answer's text: remembered by it, they would come to all who ask the same."""
+    client = server.client()
+    asked: dict[str, Any] = {
+        "model": server.name,
+        "messages": [{"role": "user", "content": "what everybody asks"}],
+        "max_tokens": 10,
+        "seed": 4,
+    }
+    before = client.chat.completions.create(**asked)
+    begin = server.llm.tokenizer.backend.convert_tokens_to_ids("<|begin|>")
+    silent = client.chat.completions.create(**asked, logit_bias={str(begin): 100})
+    assert silent.choices[0].message.content == ""
+    after = client.chat.completions.create(**asked)
+    assert after.usage is not None
+    assert before.usage is not None
+    assert after.usage.prompt_tokens == before.usage.prompt_tokens
+    assert after.choices[0].message.content == before.choices[0].message.content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from tests.server.serving import Live, serving
 
 from subten.engine import LLM, LoadedModel
 from subten.server.settings import ServerSettings
+from subten.server.structured import Grammars
 
 PERSON = {
     "type": "object",
@@ -106,6 +108,73 @@ def test_bad_schemas_are_400_in_time_and_streams_go_on(narrow: Live, schema: dic
     good = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"]}
     answer = narrow.client().chat.completions.create(**{**asked, "max_tokens": 60}, response_format=form(good))
     assert "a" in json.loads(answer.choices[0].message.content or "")
+
+
+def test_a_schema_that_no_token_can_spell_is_its_own_error(server: Live) -> None:
+    """A tab may not stand in a string of JSON, so that the grammar leads nowhere."""
+    asked: dict[str, Any] = {"model": server.name, "messages": MESSAGES, "max_tokens": 100}
+    nowhere = form({"type": "array", "items": {"type": "string", "pattern": "^\t$"}, "minItems": 1})
+    with server.client().chat.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}) as stream:
+        next(iter(stream))
+        with pytest.raises(openai.BadRequestError, match="can't go on") as caught:
+            server.client().chat.completions.create(**asked, response_format=nowhere)
+        assert caught.value.code == "guard"
+        with (
+            pytest.raises(openai.APIError, match="can't go on"),
+            server.client().chat.completions.create(**asked, response_format=nowhere, stream=True) as failing,
+        ):
+            list(failing)
+        assert [c.finish_reason for chunk in stream for c in chunk.choices][-1] == "length"
+
+
+def test_a_schema_that_takes_too_much_memory(tiny: LoadedModel) -> None:
+    with serving(LLM(tiny, **TINY), ServerSettings(schema_seconds=60, grammar_bytes=1_000_000)) as live:
+        for _ in range(2):  # The second finds a process that was started for it.
+            with pytest.raises(openai.BadRequestError, match="takes more memory to compile"):
+                live.client().chat.completions.create(
+                    model=live.name, messages=MESSAGES, max_tokens=5, response_format=form(SLOW)
+                )
+
+
+def test_a_process_that_does_not_start_is_started_again(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, failures = Grammars._start_probe, [OSError("no more processes")]
+
+    async def started(self: Grammars) -> asyncio.subprocess.Process:
+        if failures:
+            raise failures.pop()
+        return await start(self)
+
+    monkeypatch.setattr(Grammars, "_start_probe", started)
+    with serving(LLM(tiny, **TINY)) as live:
+        asked: dict[str, Any] = {"model": live.name, "messages": MESSAGES, "response_format": form(PERSON)}
+        with pytest.raises(openai.InternalServerError):
+            live.client().chat.completions.create(**asked, max_tokens=3)
+        assert live.client().chat.completions.create(**asked, max_tokens=3).choices
+        live.assert_idle()
+
+
+LEFT_OUT: list[tuple[dict[str, Any], str]] = [
+    ({"allOf": [{"type": "string", "maxLength": 3}, {"enum": ["ab", "abcd"]}]}, "allOf"),
+    ({"$ref": "http://example.com/schema.json"}, "http://example.com"),
+    ({"type": "string", "pattern": "^a+$", "maxLength": 3}, "minLength/maxLength"),
+    ({"type": "string", "pattern": "^(?=a)b$"}, "(?i)lookahead"),
+]
+
+
+@pytest.mark.parametrize(("schema", "words"), LEFT_OUT)
+def test_a_schema_that_would_hold_in_part_only_is_refused(server: Live, schema: dict[str, Any], words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        server.client().chat.completions.create(
+            model=server.name, messages=MESSAGES, max_tokens=5, response_format=form(schema)
+        )
+    assert caught.value.code == "invalid_schema"
+
+
+def test_a_tool_whose_schema_holds_in_part_is_taken(server: Live) -> None:
+    parameters = {"type": "object", "properties": {f"p{n}": schema for n, (schema, _) in enumerate(LEFT_OUT)}}
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    asked: dict[str, Any] = {"model": server.name, "messages": MESSAGES, "max_tokens": 5}
+    assert server.client().chat.completions.create(**asked, tools=tools, tool_choice="required").choices
 
 
 def test_a_schema_nested_deeply(server: Live) -> None:

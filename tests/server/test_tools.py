@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.server.serving import Live
 
-from subten.server.tools import Arguments, CallStart, Content, Part, ToolCallScanner
+from subten.server.tools import CLOSE, Arguments, CallStart, Content, Part, ToolCallScanner
 
 WEATHER = {
     "type": "object",
@@ -192,6 +192,29 @@ def test_a_conversation_with_calls_goes_on(demo_live: Live) -> None:
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
     assert second.usage.prompt_tokens_details is not None
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 1
+
+
+@pytest.mark.parametrize(("stop", "reason"), [('"city"', "stop"), (CLOSE, "tool_calls")])
+def test_a_call_that_a_stop_string_cuts_off_is_none_to_be_made(server: Live, stop: str, reason: str) -> None:
+    answer = server.client().chat.completions.create(
+        **{"model": server.name, "messages": MESSAGES, "max_tokens": 300, "seed": 1, "stop": stop},
+        **{"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == reason
+    assert choice.message.tool_calls is not None
+    assert (reason == "stop") == choice.message.tool_calls[-1].function.arguments.rstrip().endswith("{")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [("[" * 900 + "]" * 900, "recursion"), ('{"a": "\\ud800"}', "surrogate")],
+)
+def test_arguments_of_an_earlier_call_that_no_template_can_write(demo_live: Live, arguments: str, words: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages: Any = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(openai.BadRequestError, match=words):
+        demo_live.client().chat.completions.create(model=demo_live.name, messages=messages, max_tokens=5)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,11 @@ class Generation:
 
     def cancel(self, answer: int | None = None) -> None:
         """End the answers, or one of them, now; their part of the cache is free after the step that is under way. The
-        iterator still gives what was there, and then each answer's last delta, "cancelled". Twice is once."""
+        iterator still gives what was there, and then each answer's last delta, "cancelled". Twice is once.
+
+        Raises:
+            ParameterError: there is no such answer.
+        """
         self._engine.cancel(self, answer)
 
     async def fork(
@@ -69,7 +73,7 @@ class Generation:
 
         Raises:
             ContextLengthError: the answer has filled the context.
-            ParameterError: `n` is not positive, or not the number of `params`.
+            ParameterError: `n` is not positive, or not the number of `params`; there is no such answer.
         """
         return await self._engine.fork(self, n, params, answer)
 
@@ -191,7 +195,7 @@ class AsyncEngine:
             self._closing = True
         self._wishes.put(_nothing if drain else self._cancel_all)
         await asyncio.to_thread(self._thread.join)
-        self._tokenizing.shutdown()
+        await asyncio.to_thread(self._tokenizing.shutdown)  # A long prompt may be on its way.
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -201,6 +205,8 @@ class AsyncEngine:
 
     def cancel(self, generation: Generation, answer: int | None = None) -> None:
         """See `Generation.cancel`."""
+        if answer is not None:
+            _checked(answer, generation)
         if not generation.finished:
             self._wishes.put(lambda: self._cancel(generation, answer))
 
@@ -210,7 +216,7 @@ class AsyncEngine:
         """See `Generation.fork`."""
         if params is not None and len(params) != n:
             raise ParameterError(f"there are {len(params)} params for {n} continuations; give none, or one each")
-        parent = generation.answers[answer]
+        parent = generation.answers[_checked(answer, generation)]
         loop = asyncio.get_running_loop()
 
         def begin() -> list[Generation]:
@@ -235,8 +241,10 @@ class AsyncEngine:
             if answer.set_running_or_notify_cancel():
                 try:
                     answer.set_result(question())
-                except SubtenError as error:
+                except Exception as error:
                     answer.set_exception(error)
+                    if not isinstance(error, SubtenError):
+                        raise  # A bug, of which nobody knows what it has left behind.
 
         self._wish(ask)
         return answer
@@ -316,6 +324,12 @@ class AsyncEngine:
 def _receive(pieces: Sequence[tuple[Generation, list[Delta]]]) -> None:
     for generation, deltas in pieces:
         generation.receive(deltas)
+
+
+def _checked(answer: int, generation: Generation) -> int:
+    if not 0 <= answer < len(generation.answers):
+        raise ParameterError(f"there is no answer {answer}; they are numbered 0 to {len(generation.answers) - 1}")
+    return answer
 
 
 def _cancel_forks(forks: Future[list[Generation]]) -> None:

@@ -111,10 +111,11 @@ def _most_probable(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
         total = torch.where(top_k < vocab, reached[:, -1:], 1.0)
         # A top_p of 1 asks for everything; rounding of the sum must not drop the last tokens.
         kept = (within & ((reached - mass < top_p * total) | (top_p == 1))).sum(dim=-1, keepdim=True)
+        kept = kept.clamp_min(1)  # The smallest top_p times a total below 1 is 0.
         if head == vocab or bool((everything | ((kept < head) & ((top_k <= head) | (top_k >= vocab)))).all()):
             break
     # In a row that is not finite nothing is kept, and its token means nothing.
-    last = ranked.gather(1, kept.clamp_min(1) - 1)
+    last = ranked.gather(1, kept - 1)
     ties = scores == last
     allowed = kept - (ranked > last).sum(dim=-1, keepdim=True)
     return everything | (scores > last) | (ties & (ties.cumsum(dim=-1) <= allowed))

@@ -6,11 +6,17 @@ masks that sampling applies on the device, after every other rule, so that nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from subten.errors import GuardError
+
+log = logging.getLogger(__name__)
 
 
 class TokenGuard(Protocol):
@@ -18,7 +24,8 @@ class TokenGuard(Protocol):
 
     def allowed(self) -> Tensor | None:
         """int32 [ceil(vocab / 32)] on the CPU: bit i % 32 of word i // 32 says whether token i may come next. None
-        allows all. At least one token is allowed; where the answer has to end, the ending ones are."""
+        allows all. Where the answer has to end, the ending ones are allowed. An answer of which no token is allowed
+        fails."""
 
     def accept(self, token_id: int) -> None:
         """The answer has gone on with a token, an allowed one."""
@@ -29,6 +36,20 @@ class TokenGuard(Protocol):
 
     def fork(self) -> TokenGuard:
         """A guard of a second answer that begins with the same tokens."""
+
+
+@contextmanager
+def guarding() -> Iterator[None]:
+    """Inside, whatever a guard raises is that answer's error, and not the engine's.
+
+    Raises:
+        GuardError: the guard has raised something.
+    """
+    try:
+        yield
+    except Exception as error:
+        log.error("a guard has failed", exc_info=error)
+        raise GuardError(f"what holds the answer to its form has failed: {error!r}") from error
 
 
 GuardMaker = Callable[[], TokenGuard]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
+from subten.engine.guard import guarding
 from subten.engine.request import Request
 from subten.engine.sampling import SamplingParams, choice_seed, request_seed
 from subten.engine.tokenizer import Tokenizer
@@ -34,8 +35,10 @@ class Intake:
 
         Raises:
             ContextLengthError: the prompt is as long as the context or longer.
-            ParameterError: an empty prompt, or a token id outside the vocabulary.
+            ParameterError: an empty prompt, one that is neither a text nor token ids, or a token id outside the
+                vocabulary.
         """
+        _check_params(params)
         token_ids = tuple(self.checked(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt))
         seed = request_seed(params)
         answers = [self._request(token_ids, params, choice_seed(seed, index), index) for index in range(params.n)]
@@ -50,8 +53,10 @@ class Intake:
             ContextLengthError: the parent has filled the context.
             ParameterError: a token id outside the vocabulary, more than one answer per branch, or a wish for
                 log-probabilities of the prompt, which a branch does not compute.
+            GuardError: a guard can't be made.
         """
         for own in params:
+            _check_params(own)
             if own.n != 1:
                 raise ParameterError(f"n is {own.n} for a branch; a fork takes parameters of one answer per branch")
             if own.prompt_logprobs is not None:
@@ -60,15 +65,20 @@ class Intake:
         children = [self._request(token_ids, own, request_seed(own), index) for index, own in enumerate(params)]
         for child in children:
             if parent.guard is not None and child.params.guard is parent.params.guard:
-                child.guard = parent.guard.fork()
+                with guarding():
+                    child.guard = parent.guard.fork()
         return children
 
     def checked(self, token_ids: Sequence[int]) -> Sequence[int]:
         """The same tokens.
 
         Raises:
-            ParameterError: there are none, or one is outside the vocabulary.
+            ParameterError: there are none, or one is no token id, or outside the vocabulary.
         """
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, bytes):
+            raise ParameterError(
+                f"the prompt is a {type(token_ids).__name__}; it must be a text or a list of token ids"
+            )
         if not token_ids:
             raise ParameterError("the prompt has no tokens; give it some text")
         self._check_vocabulary(token_ids)
@@ -87,8 +97,15 @@ class Intake:
 
     def _check_vocabulary(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
+            if not isinstance(token_id, int):
+                raise ParameterError(f"{token_id!r} is no token id; token ids are whole numbers (int)")
             if not 0 <= token_id < self._vocab_size:
                 raise ParameterError(f"token id {token_id} is outside the model's vocabulary of {self._vocab_size}")
+
+
+def _check_params(params: object) -> None:
+    if not isinstance(params, SamplingParams):
+        raise ParameterError(f"params is a {type(params).__name__}; it must be SamplingParams")
 
 
 def forked_params(parent: Request, n: int) -> list[SamplingParams]:

@@ -201,6 +201,8 @@ class LLM:
         listed = _as_list(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(listed)
+        if not isinstance(params, Sequence):
+            raise ParameterError(f"params is a {type(params).__name__}; it must be SamplingParams, or a list of them")
         if len(params) != len(listed):
             raise ParameterError(f"there are {len(params)} params for {len(listed)} prompts; give one or one each")
         answers = [self.intake.requests(prompt, p) for prompt, p in zip(listed, params, strict=True)]
@@ -233,8 +235,10 @@ class LLM:
 
         Raises:
             ContextLengthError: the text is longer than the context.
-            ParameterError: no tokens, or a token id outside the vocabulary.
+            ParameterError: no tokens, a token id outside the vocabulary, or a tail of less than nothing.
         """
+        if decode_tail < 0:
+            raise ParameterError(f"decode_tail is {decode_tail}; it must be 0 or more")
         token_ids = self.intake.checked(token_ids)
         if len(token_ids) > self.max_context:
             raise ContextLengthError(
@@ -323,6 +327,11 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [[p for p in prompts if isinstance(p, int)]]
-    return [p for p in prompts if not isinstance(p, int)]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise ParameterError(
+            f"the prompts are a {type(prompts).__name__}; give a text, a list of token ids, or a list of either"
+        )
+    token_ids = [p for p in prompts if isinstance(p, int)]
+    if token_ids and len(token_ids) < len(prompts):
+        raise ParameterError("the prompts mix token ids with texts or lists; put each prompt's token ids into a list")
+    return [token_ids] if token_ids else [p for p in prompts if not isinstance(p, int)]

@@ -14,9 +14,9 @@ from subten.engine.logprobs import TokenLogprobs, token_logprobs
 from subten.engine.pacing import Pacer
 from subten.engine.request import Request
 from subten.engine.runner import Pass, Runner
-from subten.engine.sampling import sample
+from subten.engine.sampling import SampleRow, sample
 from subten.engine.scheduler import Batch, DecodeBatch, Scheduler
-from subten.errors import CacheMemoryError, NumericalError
+from subten.errors import CacheMemoryError, GuardError, NumericalError
 
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -80,7 +80,7 @@ class EngineLoop:
         self._scheduler.remove(request)
         branches, request.branches = [b for b in request.branches if b.finish_reason is None], []
         if branches:
-            branches[0].branches = branches[1:]
+            branches[0].branches += branches[1:]  # It may have some of its own: forks of an answer not begun yet.
             self._scheduler.add(branches[0])
 
     def step(self) -> None:
@@ -210,25 +210,40 @@ class EngineLoop:
             self._choose(ready, logits)
 
     def _choose(self, ready: Sequence[tuple[int, Request]], logits: Tensor) -> None:
-        """Give requests the tokens that their rows of the logits decide."""
+        """Give requests the tokens that their rows of the logits decide. One whose numbers or whose guard are no good
+        fails alone."""
         rows = logits[[row for row, _ in ready]]
         finite = torch.isfinite(rows).all(-1).tolist()
-        for (_, request), fine in zip(ready, finite, strict=True):
-            if not fine:
+        going: list[tuple[int, Request, SampleRow]] = []
+        for index, (_, request) in enumerate(ready):
+            if not finite[index]:
                 request.fail(
                     NumericalError("the model's logits are not finite for this request; its weights are damaged")
                 )
-        going = [index for index, fine in enumerate(finite) if fine]
+                continue
+            try:
+                going.append((index, request, request.sample_row()))
+            except GuardError as error:
+                request.fail(error)
         if not going:
             return
-        rows, requests = rows[going], [ready[index][1] for index in going]
-        tokens = sample(rows, [request.sample_row() for request in requests]).tolist()
-        reports = token_logprobs(rows, tokens, [request.params.logprobs for request in requests])
-        for request, token, logprobs in zip(requests, tokens, reports, strict=True):
-            self._take(request, token, logprobs)
+        rows = rows[[index for index, _, _ in going]]
+        tokens = sample(rows, [wanted for _, _, wanted in going]).tolist()
+        reports = token_logprobs(rows, tokens, [request.params.logprobs for _, request, _ in going])
+        for (_, request, wanted), token, logprobs in zip(going, tokens, reports, strict=True):
+            if wanted.permits(token):
+                self._take(request, token, logprobs)
+            else:
+                request.fail(
+                    GuardError("the form that was asked for can't go on from here with any token of this model")
+                )
 
     def _take(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> None:
-        request.take(token, logprobs)
+        try:
+            request.take(token, logprobs)
+        except GuardError as error:
+            request.fail(error)
+            return
         if self._snapshots and (len(request.output) == 1 or request.finish_reason is not None):
             self._scheduler.snapshot(request)
 

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from subten.engine.decode_rows import Draw
-from subten.engine.guard import TokenGuard
+from subten.engine.guard import TokenGuard, guarding
 from subten.engine.logprobs import TokenLogprobs, token_logprobs
 from subten.engine.sampling import SampleRow, SamplingParams
 from subten.engine.stops import StopMatcher
@@ -116,7 +116,8 @@ class Request:
         self._simple = wants.guard is None and wants.logprobs is None and not (wants.penalizes or wants.logit_bias)
         self._counts: Counter[int] = Counter()
         if self.guard is None and self.params.guard is not None:
-            self.guard = self.params.guard()
+            with guarding():
+                self.guard = self.params.guard()
         self._simple &= self.guard is None
 
     @property
@@ -165,21 +166,33 @@ class Request:
         return self._simple and len(self.output) >= self.params.min_tokens
 
     def sample_row(self) -> SampleRow:
-        """What sampling must know to choose the next token."""
+        """What sampling must know to choose the next token.
+
+        Raises:
+            GuardError: the guard has failed.
+        """
         unfinished = len(self.output) < self.params.min_tokens
         suppressed = tuple(self._ending) if unfinished else ()
-        allowed = None if self.guard is None else self.guard.allowed()
+        with guarding():
+            allowed = None if self.guard is None else self.guard.allowed()
         return SampleRow(self.params, self.seed, self.length, suppressed, self._counts, allowed)
 
     def take(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
-        """Add a sampled token: its text, and whether it ends the request."""
+        """Add a sampled token: its text, and whether it ends the request.
+
+        Raises:
+            GuardError: the guard has failed.
+        """
         self.output.append(token_id)
         if self.params.penalizes:
             self._counts[token_id] += 1
-        if self.guard is not None:
-            self.guard.accept(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
+        complete = False
+        if self.guard is not None:
+            with guarding():
+                self.guard.accept(token_id)
+                complete = self.guard.finished
         if token_id in self._ending:
             self._finish("stop", token_id if token_id in self.params.stop_token_ids else None)
             return
@@ -188,7 +201,7 @@ class Request:
             piece = self._stops.push(piece)
         if self._stops.matched is not None:
             self._emit(piece, "stop", self._stops.matched)
-        elif self.guard is not None and self.guard.finished:
+        elif complete:
             self._finish("stop", None, piece)
         elif len(self.output) == self.params.max_tokens or self.length == self.max_length:
             self._finish("length", None, piece)

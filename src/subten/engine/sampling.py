@@ -24,6 +24,8 @@ _MOST_CHOICES = 128
 _MOST_LOGPROBS = 20
 _LARGEST_BIAS = 100
 _LARGEST_PENALTY = 2
+_HOTTEST = torch.finfo(torch.float32).max
+"""Beyond, a temperature would be infinite in float32, and a score of -inf divided by it nothing at all."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,14 @@ class SamplingParams:
             )
         self._require(
             "guard",
-            lambda x: x is None or (callable(x) and self.min_tokens == 0),
-            "None, or what makes a guard; it decides where the answer may end, so min_tokens must be 0",
+            lambda x: x is None or callable(x),
+            "None, or what makes a guard",
         )
+        if self.guard is not None:
+            # Told of min_tokens: a client of the server gives a form, and knows of no guard.
+            self._require(
+                "min_tokens", lambda x: x == 0, "0 where a form or a guard decides where the answer may end"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             self._require(
                 name,
@@ -153,7 +160,14 @@ class SamplingParams:
 
 
 def _number(valid: Callable[[float], bool]) -> Callable[[object], bool]:
-    return lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) and valid(x)
+    return lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and _is_finite(x) and valid(x)
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # A whole number that no float can hold.
+        return False
 
 
 def _integer(valid: Callable[[int], bool]) -> Callable[[object], bool]:
@@ -192,6 +206,13 @@ class SampleRow:
     """How often the answer has each token, where that counts (`SamplingParams.penalizes`)."""
     allowed: Tensor | None = None
     """int32 [words], a bit per token id that may come next (guard.py); None allows all."""
+
+    def permits(self, token_id: int) -> bool:
+        """Whether `allowed` has the token. What is sampled where it has none at all is not permitted."""
+        if self.allowed is None:
+            return True
+        word, bit = divmod(token_id, 32)
+        return word < len(self.allowed) and bool(int(self.allowed[word]) >> bit & 1)
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -237,9 +258,11 @@ def _penalize(scores: Tensor, row: SampleRow) -> None:
 def knobs_of(rows: Sequence[tuple[SamplingParams, int]], device: torch.device) -> Knobs:
     """Of rows with these parameters and seeds."""
     return Knobs(
-        temperature=torch.tensor([0.0 if p.greedy else float(p.temperature) for p, _ in rows], device=device),
+        temperature=torch.tensor(
+            [0.0 if p.greedy else min(float(p.temperature), _HOTTEST) for p, _ in rows], device=device
+        ),
         floor=torch.tensor([_log(p.min_p) for p, _ in rows], device=device),
-        top_k=torch.tensor([p.top_k or UNLIMITED for p, _ in rows], device=device),
+        top_k=torch.tensor([min(p.top_k, UNLIMITED) or UNLIMITED for p, _ in rows], device=device),
         top_p=torch.tensor([float(p.top_p) for p, _ in rows], dtype=torch.float64, device=device),
         seed=torch.tensor([signed(mix(seed)) for _, seed in rows], device=device),
         ranked=any(p.ranked for p, _ in rows),

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 from tokenizers import decoders
 
 from subten.checkpoints.json_files import read_json_object
@@ -76,7 +75,13 @@ class Tokenizer:
         return (bos,) if bos is not None and self.encode("")[:1] == [bos] else ()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the special tokens the model wants around it unless told otherwise."""
+        """Token ids of `text`, with the special tokens the model wants around it unless told otherwise.
+
+        Raises:
+            ParameterError: the text has half of a surrogate pair, which no encoding can spell.
+        """
+        if not _is_unicode(text):
+            raise ParameterError("the text has half of a surrogate pair; it must be valid Unicode")
         # verbose=False: transformers would warn of texts that are longer than the model's context.
         encoded = self.backend(text, add_special_tokens=add_special_tokens, verbose=False)
         return [int(i) for i in encoded["input_ids"]]
@@ -120,7 +125,7 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=True,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # A template is code, and what it makes of a conversation anybody's guess.
             raise ParameterError(f"the model's chat template refuses the conversation: {error}") from error
         return text
 
@@ -157,6 +162,14 @@ class Tokenizer:
         if not self._byte_fallback or token_id in self._special:
             return False
         return _BYTE_TOKEN.fullmatch(self.backend.convert_ids_to_tokens(token_id)) is not None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _eos_token_ids(config: Mapping[str, Any]) -> list[int]:

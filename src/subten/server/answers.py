@@ -89,7 +89,7 @@ class Answers:
 
     def usage(self) -> Usage:
         """Tokens so far."""
-        prompt, completion = sum(self._prompt_tokens), sum(self._tokens.values())
+        prompt, completion = sum(self._taken_prompts), sum(self._tokens.values())
         details = PromptTokensDetails(cached_tokens=sum(g.answers[0].reused for g in self._generations))
         return Usage(
             prompt_tokens=prompt,
@@ -105,17 +105,19 @@ class Answers:
         for generation in self._generations:
             generation.cancel()
         self._place.leave()
+        if not self._generations:
+            return
         metrics, usage = self._metrics, self.usage()
         metrics.prompt_tokens.inc(usage.prompt_tokens)
         metrics.prefix_queries.inc(usage.prompt_tokens)
         metrics.prefix_hits.inc(usage.prompt_tokens_details.cached_tokens)
         seconds = time.perf_counter() - self._begun
         metrics.request_seconds.observe(seconds)
-        for tokens in self._prompt_tokens:
+        for tokens in self._taken_prompts:
             metrics.request_prompt_tokens.observe(tokens)
-        for choice, tokens in self._tokens.items():
-            metrics.request_generation_tokens.observe(tokens)
-            metrics.finished(self.finish_reasons.get(choice, "abort"))
+        for choice, reason in enumerate(self._reasons()):
+            metrics.request_generation_tokens.observe(self._tokens.get(choice, 0))
+            metrics.finished(reason)
         self._log(usage, seconds)
 
     async def __aenter__(self) -> Answers:
@@ -123,6 +125,17 @@ class Answers:
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def _taken_prompts(self) -> Sequence[int]:
+        """Lengths of the prompts that the engine has taken; it may have refused one of several."""
+        return self._prompt_tokens[: len(self._generations)]
+
+    def _reasons(self) -> list[str]:
+        """Why each answer ended. The last words of those that are ended from outside are not waited for."""
+        answers = sum(len(generation.answers) for generation in self._generations)
+        reasons = [self.finish_reasons.get(choice, "abort") for choice in range(answers)]
+        return ["abort" if reason == "cancelled" else reason for reason in reasons]
 
     def _log(self, usage: Usage, seconds: float) -> None:
         figures = {
@@ -132,7 +145,7 @@ class Answers:
             "completion_tokens": usage.completion_tokens,
             "first_token_seconds": None if self._first is None else round(self._first, 6),
             "seconds": round(seconds, 6),
-            "finish_reasons": [self.finish_reasons.get(choice, "abort") for choice in sorted(self._tokens)],
+            "finish_reasons": self._reasons(),
         }
         if self._texts is not None:
             answers = [request.text for generation in self._generations for request in generation.answers]

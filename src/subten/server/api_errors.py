@@ -13,13 +13,14 @@ from subten.errors import (
     ContextLengthError,
     EngineStoppedError,
     ExtraMissingError,
+    GuardError,
     ParameterError,
     SubtenError,
 )
 
 INVALID = "invalid_request_error"
 
-_UNION_BRANCH = re.compile(r"(str|int|float|list\[.*|constrained-.*|function-.*|[A-Z]\w+)$")
+_UNION_BRANCH = re.compile(r"(str|int|float|list\[.*|literal\[.*|constrained-.*|function-.*|[A-Z]\w+)$")
 """In the place of an error, which type of a union was tried: no part of what the client wrote."""
 
 
@@ -75,7 +76,7 @@ def from_subten(error: SubtenError) -> ApiError:
     message = str(error)
     if isinstance(error, ContextLengthError):
         return ApiError(400, message, code="context_length_exceeded")
-    if isinstance(error, (ParameterError, ExtraMissingError)):
+    if isinstance(error, (ParameterError, ExtraMissingError, GuardError)):
         return ApiError(400, message, code=error.code)
     if isinstance(error, EngineStoppedError):
         return shutting_down(message)
@@ -84,13 +85,21 @@ def from_subten(error: SubtenError) -> ApiError:
 
 
 def from_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The answer to a body that is not what the endpoint takes; the first problem is named."""
-    problem = problems[0]
-    field = ".".join(str(part) for part in problem["loc"][1:] if not _UNION_BRANCH.match(str(part)))
+    """The answer to a body that is not what the endpoint takes; the first problem is named. Where a field may be of
+    several types there is one for each of them: the one is named that comes deepest, which is of the type that was
+    meant, and rather what is wrong with a value than that it is of another type."""
+    of_first = [problem for problem in problems if problem["loc"][:2] == problems[0]["loc"][:2]]
+    problem = max(of_first, key=lambda p: (len(_field(p)), not p["type"].endswith("_type")))
+    field = ".".join(_field(problem))
     if problem["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {problem['ctx']['error']}", code="invalid_json")
     where = f"{field}: " if field else ""
     return ApiError(400, f"{where}{problem['msg']}", param=field or None, code=str(problem["type"]))
+
+
+def _field(problem: Mapping[str, Any]) -> list[str]:
+    """The way to a field, without the types that were tried."""
+    return [str(part) for part in problem["loc"][1:] if not _UNION_BRANCH.match(str(part))]
 
 
 def shutting_down(message: str = "the server is shutting down; ask another one, or later") -> ApiError:

@@ -121,16 +121,22 @@ async def chat_completions(
     body: ChatRequest, request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> Response | ChatCompletion:
     """Answer a conversation. With `stream`, as server-sent events."""
-    return await respond(request, _begin(body, service), stream=bool(body.stream))
+    return await respond(
+        request, _begin(body, service), stream=bool(body.stream), send_timeout=service.settings.send_timeout
+    )
 
 
 async def _begin(body: ChatRequest, service: Service) -> _Writer:
     service.check_model(body.model)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", param="top_logprobs")
     guard = await _guard(body, service)
-    text, plain = chat_text(service.tokenizer, body)
     conversations = service.conversations
 
     def encode(tokenizer: Tokenizer) -> Prompt:
+        # Templates take their time over many messages, so that they too have no place in the event loop.
+        text = chat_text(tokenizer, body)
+        service.check_length(tokenizer, text, "messages")
         return Prompt(conversations.encode(tokenizer, text), text)
 
     prompt = await service.engine.with_tokenizer(encode)
@@ -138,7 +144,7 @@ async def _begin(body: ChatRequest, service: Service) -> _Writer:
         service.room(len(prompt.token_ids), body.longest_answer),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         guard=guard,
-        stop=DEFAULT_STOP if plain else (),
+        stop=() if service.tokenizer.has_chat_template else DEFAULT_STOP,
     )
     return _Writer(body, service, prompt, await service.answer([prompt], [params]))
 
@@ -229,7 +235,8 @@ class _Writer:
                 )
 
     def _reason(self, delta: Delta, scanner: ToolCallScanner) -> Any:
-        return "tool_calls" if delta.finish_reason == "stop" and scanner.calls else delta.finish_reason
+        called = scanner.calls and not scanner.amid  # A stop string may cut a call off.
+        return "tool_calls" if delta.finish_reason == "stop" and called else delta.finish_reason
 
     async def _remember(self, piece: Piece) -> None:
         """Keep the conversation's tokens for its next turn."""
@@ -240,7 +247,8 @@ class _Writer:
 
         def remember(tokenizer: Tokenizer) -> None:
             # With a stop string, if there is one: the next message begins with it where it is a template's.
-            conversations.remember(prompt.text + tokenizer.decode(answer), (*prompt.token_ids, *answer))
+            text = prompt.text + tokenizer.decode(answer, skip_special_tokens=False)
+            conversations.remember(text, (*prompt.token_ids, *answer))
 
         with suppress(EngineStoppedError):
             await self._service.engine.with_tokenizer(remember)

@@ -15,16 +15,16 @@ DEFAULT_STOP = ("\nuser:",)
 end, and would write the next one too."""
 
 
-def chat_text(tokenizer: Tokenizer, body: ChatRequest) -> tuple[str, bool]:
-    """The text of a conversation, and whether it is in the default template's form.
+def chat_text(tokenizer: Tokenizer, body: ChatRequest) -> str:
+    """The text of a conversation, in the default template's form where the model has none of its own.
 
     Raises:
         ParameterError: the template refuses the conversation.
     """
-    plain = not tokenizer.has_chat_template
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if body.calls_tools else None
     messages = [_message(message) for message in body.messages]
-    return tokenizer.chat_text(messages, tools=tools, template=_default_template() if plain else None), plain
+    template = None if tokenizer.has_chat_template else _default_template()
+    return tokenizer.chat_text(messages, tools=tools, template=template)
 
 
 @cache

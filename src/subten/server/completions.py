@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
@@ -10,7 +11,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from subten.engine import Tokenizer, TokenLogprobs
+from subten.engine import DecodeStream, Tokenizer, TokenLogprobs
 from subten.errors import ParameterError
 from subten.server.answers import Answers, Piece
 from subten.server.dependencies import ERRORS, service_of
@@ -32,7 +33,7 @@ class CompletionRequest(GenerationRequest):
     prompt: str | Texts | TokenIds | ListsOfTokens
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """Longest answer; 16 by default, and 0 computes the prompt alone."""
-    echo: bool = False
+    echo: bool | None = None
     """Begin each answer with its prompt."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Report each token's log-probability and those of so many of the most probable ones."""
@@ -75,13 +76,19 @@ async def completions(
     body: CompletionRequest, request: Request, service: Annotated[Service, Depends(service_of)]
 ) -> Response | Completion:
     """Continue prompts. With `stream`, as server-sent events."""
-    return await respond(request, _begin(body, service), stream=bool(body.stream))
+    return await respond(
+        request, _begin(body, service), stream=bool(body.stream), send_timeout=service.settings.send_timeout
+    )
 
 
 async def _begin(body: CompletionRequest, service: Service) -> _Writer:
     service.check_model(body.model)
     texts = _prompts(body.prompt)
-    prompts = await service.engine.with_tokenizer(lambda tokenizer: [_encode(tokenizer, text) for text in texts])
+
+    def encode(tokenizer: Tokenizer) -> list[Prompt]:
+        return [_encode(service, tokenizer, text) for text in texts]
+
+    prompts = await service.engine.with_tokenizer(encode)
     # A prompt alone is one token too many, which nobody is shown.
     tokens = None if body.max_tokens is None else max(1, body.max_tokens)
     wanted = {"logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
@@ -102,14 +109,47 @@ def _prompts(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int
     )
 
 
-def _encode(tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
+def _encode(service: Service, tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
     if isinstance(prompt, str):
+        service.check_length(tokenizer, prompt, "prompt")
         token_ids = tokenizer.encode(prompt)
         if not token_ids:
             raise ParameterError("the prompt has no tokens; give it some text")
         return Prompt(tuple(token_ids), prompt)
     known = [token_id for token_id in prompt if token_id < 2**31]
     return Prompt(tuple(prompt), tokenizer.decode(known, skip_special_tokens=False))
+
+
+_Row = tuple[int, TokenLogprobs | None, int]
+"""A token, what was thought of it, and where its text begins."""
+
+
+class _Offsets:
+    """Where the texts of tokens begin, in characters. The parts of a character begin where it does.
+
+    Args:
+        tokenizer: of the model.
+        stream: makes the text.
+        begin: of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stream: DecodeStream, begin: int) -> None:
+        self._tokenizer = tokenizer
+        self._stream = stream
+        self._next = begin
+
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        """Of the next tokens."""
+        found = []
+        for token_id in token_ids:
+            spelled, begin = self._tokenizer.token_bytes(token_id), self._next
+            self._next += len(self._stream.push(token_id))
+            if spelled and spelled[0] & 0xC0 != 0x80:
+                # It begins a character. Where one before it was never finished, that has now become U+FFFD.
+                own = codecs.getincrementaldecoder("utf-8")("replace").decode(spelled)
+                begin = max(begin, self._next - len(own))
+            found.append(begin)
+        return found
 
 
 class _Writer:
@@ -133,8 +173,8 @@ class _Writer:
             "created": int(time.time()),
             "model": service.model_name,
         }
-        self._offsets: dict[int, int] = {}
-        """Of each answer, characters so far: where its next token's text begins."""
+        self._offsets: dict[int, _Offsets] = {}
+        """Of each answer's tokens."""
 
     async def chunks(self) -> AsyncIterator[Completion]:
         """As they come."""
@@ -168,33 +208,41 @@ class _Writer:
     async def _choices(self) -> AsyncIterator[CompletionChoice]:
         async for piece in self.answers.pieces():
             delta = piece.delta
-            first = piece.choice not in self._offsets
-            self._offsets.setdefault(piece.choice, 0)
+            prompt, first = self._prompts[piece.prompt], piece.choice not in self._offsets
+            if first:
+                begin = len(prompt.text) if self._body.echo else 0
+                self._offsets[piece.choice] = _Offsets(
+                    self._tokenizer, DecodeStream(self._tokenizer, prompt.token_ids), begin
+                )
             token_ids, reports = list(delta.token_ids), list(delta.logprobs)
             text = delta.text
             if self._silent:
                 token_ids, reports, text = [], [], ""
-            rows: list[tuple[int, TokenLogprobs | None]] = list(zip(token_ids, reports, strict=False))
+            logprobs = None
+            if self._body.logprobs is not None:
+                rows: list[_Row] = list(
+                    zip(token_ids, reports, self._offsets[piece.choice].of(token_ids), strict=True)
+                )
+                logprobs = self._logprobs([*(self._prompt_rows(piece) if first and self._body.echo else []), *rows])
             if first and self._body.echo:
-                text = self._prompts[piece.prompt].text + text
-                rows = [*self._prompt_rows(piece), *rows]
-            logprobs = None if self._body.logprobs is None else self._logprobs(piece.choice, rows)
+                text = prompt.text + text
             reason: Any = "length" if self._silent and delta.finish_reason else delta.finish_reason
             yield CompletionChoice(index=piece.choice, text=text, logprobs=logprobs, finish_reason=reason)
 
-    def _prompt_rows(self, piece: Piece) -> list[tuple[int, TokenLogprobs | None]]:
-        if self._body.logprobs is None:
-            return []
+    def _prompt_rows(self, piece: Piece) -> list[_Row]:
+        prompt = self._prompts[piece.prompt]
         reports = self.answers.request(piece.prompt, piece.choice).prompt_logprobs
-        return list(zip(self._prompts[piece.prompt].token_ids, reports, strict=True))
+        # A token that begins every text, and is no part of it, comes before it.
+        before = len(prompt.text) - len(self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False))
+        offsets = _Offsets(self._tokenizer, DecodeStream(self._tokenizer, skip_special_tokens=False), before)
+        return list(zip(prompt.token_ids, reports, offsets.of(prompt.token_ids), strict=True))
 
-    def _logprobs(self, choice: int, rows: Sequence[tuple[int, TokenLogprobs | None]]) -> CompletionLogprobs:
+    def _logprobs(self, rows: Sequence[_Row]) -> CompletionLogprobs:
         found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        for token_id, report in rows:
+        for token_id, report, offset in rows:
             name = self._name(token_id)
             found.tokens.append(name)
-            found.text_offset.append(self._offsets[choice])
-            self._offsets[choice] += len(self._tokenizer.token_bytes(token_id).decode("utf-8", "ignore"))
+            found.text_offset.append(max(0, offset))
             found.token_logprobs.append(None if report is None else report.logprob)
             # The token itself is there too, whether it is one of the most probable or not.
             tops = None if report is None else {self._name(own): logprob for own, logprob in report.top}

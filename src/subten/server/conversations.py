@@ -3,6 +3,7 @@
 What a model wrote, spelled as text and cut into tokens again, need not be the tokens that it wrote, and then the
 cache does not know it again. So the server remembers, of each answer of a chat, its text and its tokens. A later
 prompt that begins with that text begins with those tokens: the next turn is taken up where the last one ended.
+Control tokens are spelled out in that text, so that no prompt gets any that it does not spell itself.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Conversations:
     def encode(self, tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
         """Token ids of a conversation's text, with those of the longest remembered one that it begins with."""
         self._expire()
-        known = max((own for own in self._memories if text.startswith(own)), key=len, default=None)
+        known = max((own for own in self._memories if _goes_on(own, text)), key=len, default=None)
         if known is None:
             return tuple(tokenizer.encode(text, add_special_tokens=False))
         memory = self._memories[known]
@@ -59,3 +60,9 @@ class Conversations:
         oldest = self._clock() - self._ttl if self._ttl is not None else None
         while oldest is not None and self._memories and next(iter(self._memories.values())).used <= oldest:
             self._memories.popitem(last=False)
+
+
+def _goes_on(known: str, text: str) -> bool:
+    """Whether a text begins with a known one that ends where a turn may end. In the middle of a word none does: there
+    an answer was cut off, and this text has one that went on, whose tokens are others."""
+    return text.startswith(known) and not (known[-1:].isalnum() and text[len(known) :][:1].isalnum())

@@ -28,7 +28,7 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str
-    n: Annotated[int, Field(ge=1, le=128)] = 1
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
@@ -40,9 +40,9 @@ class GenerationRequest(BaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
     """Not OpenAI's: ending tokens and stop strings count only after so many tokens."""
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     """Not OpenAI's: go on past the model's end-of-sequence tokens."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -87,11 +87,11 @@ class GenerationRequest(BaseModel):
             top_k=max(0, self.top_k or 0),
             min_p=self.min_p or 0.0,
             seed=self.seed,
-            n=self.n,
+            n=self.n or 1,
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
+            min_tokens=self.min_tokens or 0,
             stop=(*stop, *more.pop("stop", ())),
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=tuple((_token_id(key), bias) for key, bias in (self.logit_bias or {}).items()),

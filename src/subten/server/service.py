@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from subten.engine import LLM, AsyncEngine, SamplingParams
+from subten.engine import LLM, AsyncEngine, SamplingParams, Tokenizer
 from subten.errors import EngineStoppedError, SubtenError
 from subten.kernels.compilations import count_compilations
 from subten.server.answers import Answers
@@ -23,6 +23,8 @@ from subten.server.structured import Grammars
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
+_LONG_TOKEN = 16
+"""Characters that a token of a text has at most on the average, four times the usual."""
 _LAST_WORDS_SECONDS = 1.0
 """For streams that have been ended to send their error, before connections are closed."""
 
@@ -71,6 +73,19 @@ class Service:
                 param="model",
             )
 
+    def check_length(self, tokenizer: Tokenizer, text: str, param: str) -> None:
+        """Refuse a text that is far too long by its beginning: all others would wait while the rest is tokenised.
+
+        Raises:
+            ApiError: 400, its beginning alone does not fit; with the numbers.
+        """
+        head = text[: _LONG_TOKEN * self.max_context]
+        if len(head) == len(text):
+            return
+        tokens = len(tokenizer.encode(head, add_special_tokens=False))
+        if tokens > 2 * self.max_context:  # Not by a few, which where it is cut may make of a single one.
+            raise _too_long(f"more than {tokens}", "", self.max_context, param)
+
     def room(self, prompt_tokens: int, max_tokens: int | None, default: int | None = None) -> int:
         """Tokens that an answer may have.
 
@@ -86,13 +101,8 @@ class Service:
         wanted = min(left, default or left) if max_tokens is None else max_tokens
         if left < 1 or wanted > left:
             asked = "" if max_tokens is None else f" and {max_tokens} are asked for"
-            raise ApiError(
-                400,
-                f"the prompt has {prompt_tokens} tokens{asked}, where the context of this server holds "
-                f"{self.max_context} in all; shorten the prompt{' or the answer' if asked else ''}",
-                code="context_length_exceeded",
-                param="messages" if default is None else "prompt",
-            )
+            param = "messages" if default is None else "prompt"
+            raise _too_long(str(prompt_tokens), asked, self.max_context, param)
         return wanted
 
     async def answer(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Answers:
@@ -141,3 +151,13 @@ class Service:
         deadline = loop.time() + seconds
         while self.capacity.taken and loop.time() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
+
+
+def _too_long(tokens: str, asked: str, context: int, param: str) -> ApiError:
+    return ApiError(
+        400,
+        f"the prompt has {tokens} tokens{asked}, where the context of this server holds {context} in all; shorten "
+        f"the prompt{' or the answer' if asked else ''}",
+        code="context_length_exceeded",
+        param=param,
+    )

@@ -31,6 +31,8 @@ class ServerSettings(BaseSettings):
     """Largest request body; a larger one is refused with 413."""
     body_timeout: Annotated[float, Field(gt=0)] = 30.0
     """Seconds that a request's body may take to arrive."""
+    send_timeout: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds that a client may leave a piece of a stream unread; then its answers are ended."""
     drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 4.0
     """After SIGTERM, how long answers that are under way may go on."""
     schema_seconds: Annotated[float, Field(gt=0)] = 2.0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,6 +19,8 @@ from starlette.types import Receive, Scope, Send
 from subten.errors import SubtenError
 from subten.server.answers import Answers
 from subten.server.api_errors import ApiError, from_subten
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Whole_co = TypeVar("Whole_co", covariant=True)
@@ -39,8 +43,16 @@ class Writer(Protocol[Whole_co]):
         """All of them, when they have ended."""
 
 
-async def respond(request: Request, beginning: Awaitable[Writer[T]], *, stream: bool) -> Response | T:
+async def respond(
+    request: Request, beginning: Awaitable[Writer[T]], *, stream: bool, send_timeout: float
+) -> Response | T:
     """Begin to answer, and give the answers as server-sent events or whole.
+
+    Args:
+        request: what is answered.
+        beginning: begins.
+        stream: as events.
+        send_timeout: seconds that the client may leave an event unread.
 
     Raises:
         ApiError: they can't be given, or the client has gone.
@@ -50,7 +62,7 @@ async def respond(request: Request, beginning: Awaitable[Writer[T]], *, stream: 
     except SubtenError as error:
         raise from_subten(error) from error
     if stream:
-        return EventStream(writer.answers, writer.chunks())
+        return EventStream(writer.answers, writer.chunks(), send_timeout)
     async with writer.answers:
         return await while_connected(request, writer.whole())
 
@@ -59,17 +71,21 @@ class EventStream(EventSourceResponse):
     """A stream of chunks. At its end, however it comes, the answers are closed.
 
     An error after the first chunk can't change the status any more: it is sent as an event, `{"error": {...}}`, which
-    the clients of the OpenAI API raise.
+    the clients of the OpenAI API raise. A client that does not read would keep its places for ever: it has so many
+    seconds for each event.
     """
 
-    def __init__(self, answers: Answers, chunks: AsyncIterator[BaseModel]) -> None:
-        super().__init__(_events(chunks), sep="\n", headers={"Cache-Control": "no-cache"})
+    def __init__(self, answers: Answers, chunks: AsyncIterator[BaseModel], send_timeout: float) -> None:
+        super().__init__(_events(chunks), sep="\n", headers={"Cache-Control": "no-cache"}, send_timeout=send_timeout)
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
         async with self._answers:
-            await super().__call__(scope, receive, send)
+            try:
+                await super().__call__(scope, receive, send)
+            except SendTimeoutError:
+                log.info("a stream was not read", extra={"id": self._answers.id})
 
 
 async def _events(chunks: AsyncIterator[BaseModel]) -> AsyncIterator[ServerSentEvent]:

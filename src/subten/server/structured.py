@@ -167,7 +167,11 @@ class Grammars:
         """
         await self.start()
         assert self._probe is not None, "a probe is being started"
-        process = await asyncio.shield(self._probe)
+        try:
+            process = await asyncio.shield(self._probe)
+        except Exception:
+            self.close()  # It has not started; the next one may.
+            raise
         assert process.stdin is not None
         assert process.stdout is not None
         answered = False
@@ -188,6 +192,9 @@ class Grammars:
         result = json.loads(answer)
         if "error" in result:
             raise _bad(f"is not supported: {_PREFIX.sub('', result['error']).strip()[:300]}", param)
+        # What of a tool's schema is left out makes arguments that may be wrong; a form that is promised must hold.
+        if result["ignored"] and param == "response_format":
+            raise _bad(f"is not supported: {result['ignored'][:300]}", param)
         if result["bytes"] > self._settings.grammar_bytes:
             raise _bad(
                 f"compiles to {result['bytes']} bytes; this server takes {self._settings.grammar_bytes}", param

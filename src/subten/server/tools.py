@@ -80,6 +80,11 @@ class ToolCallScanner:
         self._rest = ""
         self._state = self._outside
 
+    @property
+    def amid(self) -> bool:
+        """Whether the text so far ends within the arguments of a call."""
+        return bool(self._state == self._in_arguments)
+
     def push(self, piece: str) -> list[Part]:
         """What is certain once `piece` has come."""
         self._rest += piece
