@@ -266,6 +266,33 @@ def test_a_bug_ends_the_wait_of_who_has_asked(llm: LLM, monkeypatch: pytest.Monk
     asyncio.run(run())
 
 
+def test_what_is_submitted_just_before_the_engine_fails_ends_with_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted = threading.Event()
+
+    def broken() -> None:
+        submitted.wait(30)
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(llm, "stats", broken)
+
+    async def run() -> None:
+        engine = AsyncEngine(llm)
+        asked = asyncio.create_task(engine.stats())
+        await asyncio.sleep(0)  # That wish is the first.
+        generation = await engine.submit("abc", greedy(n=2))
+        submitted.set()
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            await asyncio.wait_for(asked, 30)
+        answers = await asyncio.wait_for(generation.completions(), 30)
+        assert [answer.finish_reason for answer in answers] == ["error"] * 2
+        assert not llm.loop.busy
+        await engine.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("prompt", "error"), [("", ParameterError), ([999], ParameterError), ("x" * 400, ContextLengthError)]
 )

@@ -241,10 +241,11 @@ class AsyncEngine:
             if answer.set_running_or_notify_cancel():
                 try:
                     answer.set_result(question())
-                except Exception as error:
+                except SubtenError as error:
                     answer.set_exception(error)
-                    if not isinstance(error, SubtenError):
-                        raise  # A bug, of which nobody knows what it has left behind.
+                except Exception as error:  # A bug, of which nobody knows what it has left behind.
+                    self._fail(error)
+                    answer.set_exception(error)
 
         self._wish(ask)
         return answer
@@ -280,8 +281,11 @@ class AsyncEngine:
             self._wishes.get()()
 
     def _begin(self, generation: Generation) -> None:
-        self._llm.loop.add(generation.answers[0])
         self._live.append(generation)
+        if self._failure is None:
+            self._llm.loop.add(generation.answers[0])
+        else:  # It failed behind the submission.
+            self._give_up(generation, self._failure)
 
     def _cancel(self, generation: Generation, answer: int | None = None) -> None:
         chosen = generation.answers if answer is None else generation.answers[answer : answer + 1]
@@ -298,10 +302,13 @@ class AsyncEngine:
             self._failure = f"the engine has failed and takes no more requests: {error}"
         log.error("%s", self._failure, exc_info=error)
         for generation in self._live:
-            for request in generation.answers:
-                if request.finish_reason is None:
-                    request.fail(EngineStoppedError(self._failure))
+            self._give_up(generation, self._failure)
         self._cancel_all()
+
+    def _give_up(self, generation: Generation, failure: str) -> None:
+        for request in generation.answers:
+            if request.finish_reason is None:
+                request.fail(EngineStoppedError(failure))
 
     def _deliver(self) -> None:
         """Send what is new to the event loops, in one call each, and forget what has ended."""
