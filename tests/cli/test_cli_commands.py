@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,8 +85,7 @@ def test_run_shows_text_as_it_comes(subten: Run, model: str, monkeypatch: pytest
 
 
 def test_run_reads_a_prompt_from_a_pipe(subten: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
-    monkeypatch.setattr("sys.stdin.read", lambda: "Once upon", raising=False)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Once upon")))
     piped = subten("run", model, "--max-tokens", "8", "--temperature", "0")
     assert piped.out == subten("run", model, "Once upon", "--max-tokens", "8", "--temperature", "0").out
 
@@ -133,6 +134,16 @@ def test_a_chat_remembers_its_turns_until_the_end_of_input(
     assert asked[1][-1]["content"] == "and now?"
     assert asked[1][2]["content"] in result.out
     assert len(STATUS.findall(result.err)) == 2
+
+
+def test_a_message_that_is_too_long_does_not_end_the_chat(
+    subten: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = converse(monkeypatch, ["first" * 300, "second", EOFError])
+    result = subten("run", model, "--max-tokens", "6")
+    assert result.exit_code == 0
+    assert "error: the prompt has " in result.err
+    assert asked[1] == [{"role": "user", "content": "second"}]
 
 
 def test_ctrl_c_stops_an_answer_but_not_the_chat(subten: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:

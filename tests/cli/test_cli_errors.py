@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import os
 import subprocess
 import sys
@@ -241,6 +242,61 @@ def test_a_reader_that_goes_away_is_no_traceback(command: list[str]) -> None:
     os.close(write)
     _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (1, b"")
+
+
+SAY = ["run", "MODEL", "hi", "--max-tokens", "3", "--temperature", "0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "exit_code"),
+    [
+        (["info"], ">&-", 0),
+        (["info"], "<&-", 0),
+        (["no-such-command"], "2>&-", 2),
+        (["run", "MODEL"], "<&-", 2),
+        (SAY, ">&- <&- 2>&-", 0),
+    ],
+)
+def test_closed_standard_streams_are_no_traceback(
+    model: str, arguments: list[str], redirection: str, exit_code: int
+) -> None:
+    words = " ".join(model if argument == "MODEL" else argument for argument in arguments)
+    command = f"{sys.executable} -m subten {words} {redirection}"
+    result = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == exit_code, result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("arguments", [["--help"], ["info"], SAY])
+def test_a_full_disk_behind_the_output_is_one_line(model: str, arguments: list[str]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        process = launch(
+            *(model if argument == "MODEL" else argument for argument in arguments),
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert err == b"error: the output can't be written: No space left on device; send it elsewhere\n"
+
+
+def test_characters_that_the_output_lacks_are_escaped(model: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    process = launch("info", "MÜLL", stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.communicate(timeout=120)[1].startswith(b"error: there is no model 'M\\xdcLL'")
+    (tmp_path / "MÜLL").symlink_to(model)
+    process = launch("info", str(tmp_path / "MÜLL"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, b"")
+    assert b"M\\xdcLL" in out
+
+
+def test_a_prompt_that_is_not_utf_8_is_one_line(subten: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 noir")))
+    assert_one_line(subten("run", model), "the standard input is not UTF-8 text", "at byte 3")
+    for options in (["run", model, "caf\udce9"], ["run", model, "hi", "--chat", "--system", "caf\udce9"]):
+        assert_one_line(subten(*options), "the text is not valid Unicode")
 
 
 def test_help_and_version_do_not_wait_for_torch() -> None:
