@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 from tokenizers import decoders
 
 from subten.checkpoints.json_files import read_json_object
@@ -76,7 +75,18 @@ class Tokenizer:
         return (bos,) if bos is not None and self.encode("")[:1] == [bos] else ()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the special tokens the model wants around it unless told otherwise."""
+        """Token ids of `text`, with the special tokens the model wants around it unless told otherwise.
+
+        Raises:
+            ParameterError: the text holds surrogates, which stand for no character.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ParameterError(
+                f"the text is not valid Unicode: {text[error.start]!r} at character {error.start} stands for none, "
+                "as bytes do that are not UTF-8"
+            ) from error
         # verbose=False: transformers would warn of texts that are longer than the model's context.
         encoded = self.backend(text, add_special_tokens=add_special_tokens, verbose=False)
         return [int(i) for i in encoded["input_ids"]]
@@ -88,7 +98,7 @@ class Tokenizer:
             messages: dicts with `role` and `content`.
 
         Raises:
-            ParameterError: the model has no chat template, or the template refuses the conversation.
+            ParameterError: the model has no chat template, or the template refuses the conversation, or as `encode`.
         """
         return self.encode(self.chat_text(messages), add_special_tokens=False)
 
@@ -120,7 +130,8 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=True,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        # A template computes, and so fails, with anything that an expression can raise.
+        except Exception as error:
             raise ParameterError(f"the model's chat template refuses the conversation: {error}") from error
         return text
 
