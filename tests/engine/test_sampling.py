@@ -125,6 +125,12 @@ def test_a_vanishing_temperature_is_greedy_without_overflow(temperature: float) 
     assert sample(logits, rows_of(SamplingParams(temperature=temperature), 2)).tolist() == [1, 0]
 
 
+def test_a_top_k_beyond_any_vocabulary_keeps_all() -> None:
+    logits = random_logits(2, 20, 0)
+    kept_all = sample(logits, rows_of(SamplingParams(top_k=0), 2))
+    assert sample(logits, rows_of(SamplingParams(top_k=10**30), 2)).tolist() == kept_all.tolist()
+
+
 @given(seed=st.integers(0, 2**32), top_k=st.integers(1, 40))
 @settings(max_examples=40, deadline=None)
 def test_top_k_keeps_exactly_the_k_most_probable(seed: int, top_k: int) -> None:

@@ -86,7 +86,7 @@ def serve(
             max_batch=max_batch,
             itl_budget_ms=itl_budget_ms,
             reserve=reserve,
-            sessions=2 * max_batch if sessions is None else sessions,
+            sessions=2 * max(0, max_batch) if sessions is None else sessions,
             session_ttl=session_ttl,
             prefill=prefill,  # type: ignore[arg-type]  # LLM checks it and names the choices
             chunk_size=chunk_size,
