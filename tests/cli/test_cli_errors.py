@@ -61,6 +61,8 @@ def assert_one_line(result: Any, *expected: str) -> None:
         (["run", "MODEL", "far too long", "--context", "8"], "the prompt has 12 tokens"),
         (["run", "no-such-model", "hi"], "there is no model 'no-such-model'"),
         (["run", "no/such/model", "hi"], "no/such/model does not exist"),
+        (["run", "~nobody-of-this-name/model", "hi"], "the home folder of nobody here"),
+        (["run", "", "hi"], "the name of the model is empty"),
         (["pull", "no-such-model"], "to pull"),
         (["pull", "smollm2", "--source", "moon"], "it can be auto, hub or wheel"),
         (["info", "no-such-model"], "there is no model"),
@@ -98,6 +100,14 @@ def assert_one_line(result: Any, *expected: str) -> None:
         ),
         (["eval", "kv", "MODEL", "--text", "TEXT", "--plot", "plot.txt"], "can't be a '.txt' file"),
         (["eval", "kv", "MODEL", "--text", "TEXT", "--plot", "a.png", "--json", "a.png"], "give two files"),
+        (
+            ["eval", "kv", "MODEL", "--text", "short.txt", "--json", "short.txt"],
+            "--text and --json both name short.txt",
+        ),
+        (["eval", "layers", "MODEL", "--text", "short.txt", "--json", "./short.txt"], "--text and --json both name"),
+        (["eval", "generate", "MODEL", "--text", "short.txt", "--json", "alias.txt"], "--text and --json both name"),
+        (["eval", "kv", "MODEL", "--text", "TEXT", "--json", "loop"], "loop can't be written"),
+        (["eval", "kv", "MODEL", "--text", "TEXT", "--json", "~nobody-of-this-name/x"], "can't be written"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -112,6 +122,8 @@ def test_bad_input_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "alias.txt").symlink_to("short.txt")
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "binary.txt").write_bytes(b"text \xff\xfe")
     before = sorted(tmp_path.iterdir())
     names = {"MODEL": model, "TEXT": text_file}
@@ -265,6 +277,19 @@ def test_closed_standard_streams_are_no_traceback(
     result = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == exit_code, result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_rows_do_not_replace_the_file_that_the_output_goes_to(model: str, text_file: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+    path.write_text("before\n")
+    arguments = ("eval", "kv", model, "--text", text_file, "--json")
+    for name in ("/dev/stdout", str(path)):
+        with path.open("ab") as out:
+            process = launch(*arguments, name, stdout=out, stderr=subprocess.PIPE)
+            _, err = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert err.endswith(b"can't be written: what is printed goes there; name another file\n")
+        assert path.read_text() == "before\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
