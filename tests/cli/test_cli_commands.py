@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from subten import __version__
 from subten.checkpoints import Origin
 from subten.cli.info import fitting_context
+from subten.cli.streaming import weight_bytes_per_token
 from subten.cli.terminal import size, write_text
 from subten.engine import LLM, SamplingParams, load_calibration, load_model
 from subten.formats import FORMATS, CacheGeometry, PageLayout, get_format
+from subten.models import count_parameters
 from support.tiny_model import save_tiny_model
 
 Run = Callable[..., Any]
@@ -82,6 +84,13 @@ def test_run_shows_text_as_it_comes(subten: Run, model: str, monkeypatch: pytest
     monkeypatch.setattr("subten.cli.run.write_text", pieces.append)
     assert subten("run", model, "Once", "--max-tokens", "20", "--temperature", "0").out == ""
     assert len([piece for piece in pieces if piece]) > 5
+
+
+def test_the_weights_of_a_token_are_counted_as_they_are_held(model: str) -> None:
+    wide, narrow = load_model(model), load_model(model, weights="fp8")
+    parameters = count_parameters(wide.spec).active - (wide.spec.vocab_size - 1) * wide.spec.hidden_size
+    assert weight_bytes_per_token(wide) == 4 * parameters
+    assert parameters < weight_bytes_per_token(narrow) < 1.2 * parameters
 
 
 def test_run_reads_a_prompt_from_a_pipe(subten: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
