@@ -324,6 +324,18 @@ def test_a_prompt_that_is_not_utf_8_is_one_line(subten: Run, model: str, monkeyp
         assert_one_line(subten(*options), "the text is not valid Unicode")
 
 
+def test_where_triton_is_not_installed_torch_computes(model: str) -> None:
+    """It is a dependency on x86-64 Linux alone."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from subten.cli import main\n"
+        f"sys.exit(main(['info']) or main(['run', {model!r}, 'hi', '--max-tokens', '3']))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "moe=torch" in result.stdout
+
+
 def test_help_and_version_do_not_wait_for_torch() -> None:
     code = (
         "import sys; from subten.cli import main\n"
