@@ -138,3 +138,13 @@ def test_a_result_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
 def test_a_file_that_can_not_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="can't be written"):
         ResultFile(tmp_path / "missing" / "rows.json")
+    with pytest.raises(StorageError, match="not a regular file"):
+        ResultFile(tmp_path)
+
+
+def test_a_file_that_can_not_be_replaced_leaves_nothing(tmp_path: Path) -> None:
+    file = ResultFile(tmp_path / "rows.json")
+    (tmp_path / "rows.json").mkdir()
+    with pytest.raises(StorageError, match="can't be written: Is a directory"):
+        file.write(b"one")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]

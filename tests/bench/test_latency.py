@@ -25,7 +25,7 @@ from subten.bench.random_model import random_model, random_model_calibration, ra
 from subten.bench.unfused_fp8 import moe_unfused_fp8
 from subten.cli import main as subten_main
 from subten.engine.sampling import SamplingParams
-from subten.errors import KernelUnavailableError
+from subten.errors import KernelUnavailableError, StorageError
 from subten.formats import get_format
 from subten.kernels.attention.cost import attention_bytes
 from subten.kernels.moe import MoEWeights, moe_reference
@@ -394,6 +394,15 @@ def test_hidden_states_that_are_not_finite_have_no_figure(model: BenchModel) -> 
     bench.measure([case("bf16", 1)], rows.append)
     assert rows[0].note == "the logits of these weights are not finite"
     assert rows[0].p50_ms is None
+
+
+def test_rows_that_can_not_be_taken_are_no_rows_without_a_figure(model: BenchModel) -> None:
+    def refuse(row: LatencyRow) -> None:
+        raise StorageError("no room for rows")
+
+    bench = LatencyBench(MACHINE, model, "fused", StepWishes(10, GREEDY), lambda: True)
+    with pytest.raises(StorageError, match="no room for rows"):
+        bench.measure([case("bf16", 1)], refuse)
 
 
 MACHINE = latency.Machine("a CPU", "", 1, 0, 1, None, None, None, "2", None, "3", "0", None, 0.01)

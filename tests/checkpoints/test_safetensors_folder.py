@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from saved_models import CASES, save_folder, tiny_model
 from tiny_tokenizers import TEXT, train
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from subten.checkpoints import fp8, open_checkpoint
 from subten.errors import CheckpointError, UnknownArchitectureError
@@ -239,8 +239,26 @@ def test_damaged_tokenizer_is_one_line(text: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_missing_tokenizer_is_one_line(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, {"x": torch.ones(2)}, {"model_type": "llama"})
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_missing_tokenizer_is_one_line(kind: str, tmp_path: Path) -> None:
+    """Of some kinds of model transformers makes a tokenizer out of nothing, which knows no word."""
+    folder = make_folder(tmp_path, {"x": torch.ones(2)}, {"model_type": kind})
     with pytest.raises(CheckpointError, match=r"the tokenizer in .* can't be loaded") as caught:
         open_checkpoint(folder).tokenizer()
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_without_words_is_one_line(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, {"x": torch.ones(2)}, {"model_type": "llama"})
+    (folder / "tokenizer.json").write_text(Tokenizer(models.BPE()).to_str())
+    with pytest.raises(CheckpointError, match="has no vocabulary"):
+        open_checkpoint(folder).tokenizer()
+
+
+def test_a_setting_of_the_tokenizer_that_makes_no_sense_is_one_line(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, {"x": torch.ones(2)}, {"model_type": "llama"})
+    (folder / "tokenizer.json").write_text(Tokenizer(models.BPE({"a": 0, "b": 1}, [])).to_str())
+    open_checkpoint(folder).tokenizer()
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": "long"}')
+    with pytest.raises(CheckpointError, match=r"the tokenizer in .* can't be loaded: "):
+        open_checkpoint(folder).tokenizer()

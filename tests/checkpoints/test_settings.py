@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from subten import config
+from subten.errors import StorageError
 
 
 def test_home_is_configurable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -17,3 +18,6 @@ def test_home_is_configurable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert config.home() == tmp_path / ".cache" / "subten"
     monkeypatch.setenv("SUBTEN_HOME", "~/elsewhere")
     assert config.models_folder() == tmp_path / "elsewhere" / "models"
+    monkeypatch.setenv("SUBTEN_HOME", "~nobody-of-this-name/subten")
+    with pytest.raises(StorageError, match="set SUBTEN_HOME to a folder"):
+        config.home()

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ from hypothesis import strategies as st
 from subten import __version__
 from subten.checkpoints import Origin
 from subten.cli.info import fitting_context
+from subten.cli.streaming import weight_bytes_per_token
 from subten.cli.terminal import size, write_text
 from subten.engine import LLM, SamplingParams, load_calibration, load_model
 from subten.formats import FORMATS, CacheGeometry, PageLayout, get_format
+from subten.models import count_parameters
 from support.tiny_model import save_tiny_model
 
 Run = Callable[..., Any]
@@ -82,9 +86,15 @@ def test_run_shows_text_as_it_comes(subten: Run, model: str, monkeypatch: pytest
     assert len([piece for piece in pieces if piece]) > 5
 
 
+def test_the_weights_of_a_token_are_counted_as_they_are_held(model: str) -> None:
+    wide, narrow = load_model(model), load_model(model, weights="fp8")
+    parameters = count_parameters(wide.spec).active - (wide.spec.vocab_size - 1) * wide.spec.hidden_size
+    assert weight_bytes_per_token(wide) == 4 * parameters
+    assert parameters < weight_bytes_per_token(narrow) < 1.2 * parameters
+
+
 def test_run_reads_a_prompt_from_a_pipe(subten: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
-    monkeypatch.setattr("sys.stdin.read", lambda: "Once upon", raising=False)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Once upon")))
     piped = subten("run", model, "--max-tokens", "8", "--temperature", "0")
     assert piped.out == subten("run", model, "Once upon", "--max-tokens", "8", "--temperature", "0").out
 
@@ -133,6 +143,16 @@ def test_a_chat_remembers_its_turns_until_the_end_of_input(
     assert asked[1][-1]["content"] == "and now?"
     assert asked[1][2]["content"] in result.out
     assert len(STATUS.findall(result.err)) == 2
+
+
+def test_a_message_that_is_too_long_does_not_end_the_chat(
+    subten: Run, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = converse(monkeypatch, ["first" * 300, "second", EOFError])
+    result = subten("run", model, "--max-tokens", "6")
+    assert result.exit_code == 0
+    assert "error: the prompt has " in result.err
+    assert asked[1] == [{"role": "user", "content": "second"}]
 
 
 def test_ctrl_c_stops_an_answer_but_not_the_chat(subten: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:

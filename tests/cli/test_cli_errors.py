@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import io
 import os
 import subprocess
 import sys
@@ -60,6 +61,8 @@ def assert_one_line(result: Any, *expected: str) -> None:
         (["run", "MODEL", "far too long", "--context", "8"], "the prompt has 12 tokens"),
         (["run", "no-such-model", "hi"], "there is no model 'no-such-model'"),
         (["run", "no/such/model", "hi"], "no/such/model does not exist"),
+        (["run", "~nobody-of-this-name/model", "hi"], "the home folder of nobody here"),
+        (["run", "", "hi"], "the name of the model is empty"),
         (["pull", "no-such-model"], "to pull"),
         (["pull", "smollm2", "--source", "moon"], "it can be auto, hub or wheel"),
         (["info", "no-such-model"], "there is no model"),
@@ -97,6 +100,14 @@ def assert_one_line(result: Any, *expected: str) -> None:
         ),
         (["eval", "kv", "MODEL", "--text", "TEXT", "--plot", "plot.txt"], "can't be a '.txt' file"),
         (["eval", "kv", "MODEL", "--text", "TEXT", "--plot", "a.png", "--json", "a.png"], "give two files"),
+        (
+            ["eval", "kv", "MODEL", "--text", "short.txt", "--json", "short.txt"],
+            "--text and --json both name short.txt",
+        ),
+        (["eval", "layers", "MODEL", "--text", "short.txt", "--json", "./short.txt"], "--text and --json both name"),
+        (["eval", "generate", "MODEL", "--text", "short.txt", "--json", "alias.txt"], "--text and --json both name"),
+        (["eval", "kv", "MODEL", "--text", "TEXT", "--json", "loop"], "loop can't be written"),
+        (["eval", "kv", "MODEL", "--text", "TEXT", "--json", "~nobody-of-this-name/x"], "can't be written"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -111,6 +122,8 @@ def test_bad_input_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "alias.txt").symlink_to("short.txt")
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "binary.txt").write_bytes(b"text \xff\xfe")
     before = sorted(tmp_path.iterdir())
     names = {"MODEL": model, "TEXT": text_file}
@@ -241,6 +254,86 @@ def test_a_reader_that_goes_away_is_no_traceback(command: list[str]) -> None:
     os.close(write)
     _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (1, b"")
+
+
+SAY = ["run", "MODEL", "hi", "--max-tokens", "3", "--temperature", "0"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "redirection", "exit_code"),
+    [
+        (["info"], ">&-", 0),
+        (["info"], "<&-", 0),
+        (["no-such-command"], "2>&-", 2),
+        (["run", "MODEL"], "<&-", 2),
+        (SAY, ">&- <&- 2>&-", 0),
+    ],
+)
+def test_closed_standard_streams_are_no_traceback(
+    model: str, arguments: list[str], redirection: str, exit_code: int
+) -> None:
+    words = " ".join(model if argument == "MODEL" else argument for argument in arguments)
+    command = f"{sys.executable} -m subten {words} {redirection}"
+    result = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == exit_code, result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_rows_do_not_replace_the_file_that_the_output_goes_to(model: str, text_file: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+    path.write_text("before\n")
+    arguments = ("eval", "kv", model, "--text", text_file, "--json")
+    for name in ("/dev/stdout", str(path)):
+        with path.open("ab") as out:
+            process = launch(*arguments, name, stdout=out, stderr=subprocess.PIPE)
+            _, err = process.communicate(timeout=120)
+        assert process.returncode == 2
+        assert err.endswith(b"can't be written: what is printed goes there; name another file\n")
+        assert path.read_text() == "before\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("arguments", [["--help"], ["info"], SAY])
+def test_a_full_disk_behind_the_output_is_one_line(model: str, arguments: list[str]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        process = launch(
+            *(model if argument == "MODEL" else argument for argument in arguments),
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert err == b"error: the output can't be written: No space left on device; send it elsewhere\n"
+
+
+def test_characters_that_the_output_lacks_are_escaped(model: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    process = launch("info", "MÜLL", stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert process.communicate(timeout=120)[1].startswith(b"error: there is no model 'M\\xdcLL'")
+    (tmp_path / "MÜLL").symlink_to(model)
+    process = launch("info", str(tmp_path / "MÜLL"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, b"")
+    assert b"M\\xdcLL" in out
+
+
+def test_a_prompt_that_is_not_utf_8_is_one_line(subten: Run, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 noir")))
+    assert_one_line(subten("run", model), "the standard input is not UTF-8 text", "at byte 3")
+    for options in (["run", model, "caf\udce9"], ["run", model, "hi", "--chat", "--system", "caf\udce9"]):
+        assert_one_line(subten(*options), "the text is not valid Unicode")
+
+
+def test_where_triton_is_not_installed_torch_computes(model: str) -> None:
+    """It is a dependency on x86-64 Linux alone."""
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from subten.cli import main\n"
+        f"sys.exit(main(['info']) or main(['run', {model!r}, 'hi', '--max-tokens', '3']))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "moe=torch" in result.stdout
 
 
 def test_help_and_version_do_not_wait_for_torch() -> None:

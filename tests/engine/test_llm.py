@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.engine.serving import save_model
+from transformers import PreTrainedTokenizerFast
 
 from subten.engine import LLM, LoadedModel, SamplingParams, load_model
 from subten.errors import (
@@ -180,7 +181,7 @@ def test_a_request_that_fails_on_its_way_leaves_nothing_for_others_to_continue(m
         ([5, 258], ParameterError, "token id 258"),
         ([-1], ParameterError, "token id -1"),
         ("x" * 400, ContextLengthError, "400 tokens and the context 400"),
-        ("half \ud800", ParameterError, "surrogate"),
+        ("half \ud800", ParameterError, "not valid Unicode"),
         ([1.5], ParameterError, "1.5 is no token id"),
         (["a"], ParameterError, "'a' is no token id"),
         (b"abc", ParameterError, "bytes"),
@@ -249,6 +250,9 @@ def test_params_must_match_prompts(llm: LLM) -> None:
         ({"max_context": 513}, ParameterError, "1 to 512"),
         ({"max_context": 0}, ParameterError, "1 to 512"),
         ({"max_batch": 0}, ParameterError, "max_batch is 0"),
+        ({"max_batch": -1, "sessions": -2}, ParameterError, "max_batch is -1"),
+        ({"max_kld": -0.1}, ParameterError, "max_kld is -0.1"),
+        ({"max_kld": float("nan")}, ParameterError, "max_kld is nan"),
         ({"chunk_size": 0}, ParameterError, "chunk_size is 0"),
         ({"itl_budget_ms": 0}, ParameterError, "itl_budget_ms is 0"),
         ({"reserve": 0}, ParameterError, "reserve is 0"),
@@ -292,3 +296,14 @@ def test_a_context_limited_by_memory_is_announced(model: LoadedModel, caplog: py
 def test_impossible_ways_to_load(tmp_path: Path, options: dict, error: type[Exception]) -> None:
     with pytest.raises(error):
         load_model(save_model(tmp_path, **SIZES), **options)
+
+
+def test_a_tokenizer_of_another_model_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_model(tmp_path, **SIZES)
+    load_model(folder)
+    assert "may not belong together" not in caplog.text
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.add_tokens([f"<word {number}>" for number in range(1000)])
+    tokenizer.save_pretrained(folder)
+    load_model(folder)
+    assert f"knows {len(tokenizer)} tokens and the model " in caplog.text

@@ -217,6 +217,19 @@ def test_whatever_a_template_fails_with_is_one_clear_error() -> None:
         BYTE_LEVEL.chat_text([{"role": "user", "content": nested}], template="{{ messages }}")
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{% for i in range(10 ** 9) %}{% endfor %}", "{{ messages.x.y }}"]
+)
+def test_a_template_that_can_not_be_computed_is_one_clear_error(template: str) -> None:
+    with pytest.raises(ParameterError, match="chat template refuses"):
+        BYTE_LEVEL.chat_text([{"role": "user", "content": "hi"}], template=template)
+
+
+def test_a_text_with_surrogates_is_one_clear_error() -> None:
+    with pytest.raises(ParameterError, match=r"'\\udcff' at character 2"):
+        BYTE_LEVEL.encode("hi\udcff")
+
+
 def checkpoint(path: Path, config: dict[str, Any]) -> Any:
     return SimpleNamespace(path=path, config=config, tokenizer=byte_level)
 

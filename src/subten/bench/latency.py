@@ -118,17 +118,24 @@ class LatencyBench:
 
         Raises:
             KernelUnavailableError: the device stopped working.
+            Exception: what `take` raises, such as a StorageError.
         """
         left = list(cases)
-        try:
-            self._measure(left, take)
-        except Exception as failure:  # whatever a compiler or a driver raises: the other rows are still wanted
-            reason = self._reason(failure)
-            for case in left:
-                take(missing(case, reason))
+        rows = self._measure(left)
+        while True:
+            try:
+                row = next(rows, None)
+            except Exception as failure:  # whatever a compiler or a driver raises: the other rows are still wanted
+                reason = self._reason(failure)
+                for case in left:
+                    take(missing(case, reason))
+                break
+            if row is None:
+                break
+            take(row)
         release_memory(self._device)
 
-    def _measure(self, left: list[LatencyCase], take: Taken) -> None:
+    def _measure(self, left: list[LatencyCase]) -> Iterator[LatencyRow | LargestRow]:
         """Takes cases off the list as they become rows."""
         case, wishes = left[0], self._wishes
         release_memory(self._device)
@@ -141,9 +148,9 @@ class LatencyBench:
             if row.p99_ms is not None:
                 measured[row.batch] = row.p99_ms
             del left[0]
-            take(row)
+            yield row
         if wishes.largest_ms is not None:
-            take(self._largest(case, wishes.largest_ms, most, measured, decoding))
+            yield self._largest(case, wishes.largest_ms, most, measured, decoding)
 
     def _decoding(self, kind: CacheKind, batches: Sequence[int]) -> tuple[Decoding, int]:
         """For the largest of these batches that there is memory for, its graphs included; and which that is."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from subten.kernels.moe.packing import E4M3
 from subten.kernels.moe.reference import router_logits
 from subten.kernels.moe.unfused import moe_unfused
 from subten.models.decoder import Decoder
+from subten.models.weight_bytes import bytes_held, bytes_read
 from subten.models.weights import pack_experts
 
 MoE = Literal["fused", "unfused"]
@@ -98,7 +98,7 @@ def _unfused(x: Tensor, weights: MoEWeights, **options: Any) -> Tensor:
 
 def weight_bytes(model: LoadedModel) -> int:
     """Bytes of all weights."""
-    return _bytes_of(_tensors(model.decoder.weights))
+    return bytes_held(model.decoder.weights)
 
 
 def step_bytes(model: LoadedModel, layout: PageLayout, lengths: Sequence[int], visited: Sequence[float]) -> int:
@@ -112,29 +112,8 @@ def step_bytes(model: LoadedModel, layout: PageLayout, lengths: Sequence[int], v
         visited: different experts in each layer that has some.
     """
     weights, spec = model.decoder.weights, model.spec
-    counts = iter(visited)
-    total = _bytes_of(_tensors((weights.output, weights.final_norm))) + len(lengths) * weights.embedding[0].nbytes
-    for layer in weights.layers:
-        total += _bytes_of(_tensors(layer))
-        if isinstance(layer.feed_forward, MoEWeights):
-            experts = _bytes_of(_tensors(layer.feed_forward.experts))
-            total += round(experts * (next(counts) / layer.feed_forward.rule.num_experts - 1))
     heads = spec.attention.num_kv_heads
     group = spec.attention.num_heads // heads
     of_layer = partial(attention_bytes, layout, 1, heads, group, mean_key=False)
-    return total + spec.num_layers * sum(map(of_layer, lengths))
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple):
-        yield from itertools.chain.from_iterable(map(_tensors, tree))
-    elif is_dataclass(tree):
-        for field in fields(tree):
-            yield from _tensors(getattr(tree, field.name))
-
-
-def _bytes_of(tensors: Iterator[Tensor]) -> int:
-    """Each once, as tied weights are."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+    of_cache = spec.num_layers * sum(map(of_layer, lengths))
+    return bytes_read(weights, visited) + len(lengths) * weights.embedding[0].nbytes + of_cache

@@ -178,6 +178,8 @@ class ResultFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        if path.exists() and not path.is_file():
+            raise StorageError(f"{path} can't be written: it is not a regular file")
         self._stage(b"")
         self._staging.unlink()
 
@@ -187,14 +189,22 @@ class ResultFile:
         Raises:
             StorageError: it can't be written; what was there before is unchanged.
         """
-        self._stage(content)
-        self._staging.replace(self.path)
+        try:
+            self._stage(content)
+            self._staging.replace(self.path)
+        except OSError as error:
+            raise self._refused(error) from error
+        finally:
+            self._staging.unlink(missing_ok=True)
 
     def _stage(self, content: bytes) -> None:
         try:
             self._staging.write_bytes(content)
         except OSError as error:
-            raise StorageError(f"{self.path} can't be written: {error.strerror or error}") from error
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> StorageError:
+        return StorageError(f"{self.path} can't be written: {error.strerror or error}")
 
 
 # --- for people ------------------------------------------------------------------------------------------------

@@ -85,7 +85,12 @@ def resolve_model(name: str) -> Path:
 
     Raises ModelNotFoundError, saying what to do, where it is neither.
     """
-    path = Path(name).expanduser()
+    if not name:
+        raise ModelNotFoundError(f"the name of the model is empty; give a path or one of {_aliases()}")
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise ModelNotFoundError(f"{name} begins with the home folder of nobody here; give another path") from None
     if path.exists():
         return path
     if name in SHIPPED:

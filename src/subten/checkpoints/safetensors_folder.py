@@ -26,6 +26,8 @@ INDEX_NAME = "model.safetensors.index.json"
 OWN_PREFIX = "subten-"
 """Files beside the weights that are this project's own, such as a calibration, and hold none."""
 TOKENIZER_NAME = "tokenizer.json"
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+"""Vocabularies that transformers can make a tokenizer of. Where it finds none it makes one that knows no word."""
 FP8_TYPE = "F8_E4M3"
 WEIGHT_TYPES = {
     "F64": torch.float64,
@@ -111,15 +113,26 @@ class SafetensorsFolder:
         # tokenizer.json is complete. AutoTokenizer of transformers 5 would rebuild the tokenizer by the class that
         # tokenizer_config.json names and lose what differs: SmolLM2 names GPT2Tokenizer, which joins digits.
         complete = (self.path / TOKENIZER_NAME).is_file()
+        if not complete and not any((self.path / name).is_file() for name in OTHER_TOKENIZERS):
+            raise CheckpointError(
+                f"the tokenizer in {self.path} can't be loaded: there is no {TOKENIZER_NAME}, which a model folder "
+                "needs beside its weights"
+            )
         loader = PreTrainedTokenizerFast if complete else AutoTokenizer
         try:
             tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(
                 str(self.path), local_files_only=True, trust_remote_code=False
             )
+            # Some settings are looked at only when a text is read.
+            words = tokenizer("a b")["input_ids"]
         # Damaged tokenizer files surface as anything from KeyError to the bare Exception of the Rust library.
         except Exception as error:
             reason = str(error).strip().split("\n", 1)[0]
             raise CheckpointError(f"the tokenizer in {self.path} can't be loaded: {reason}") from error
+        if not words:
+            raise CheckpointError(
+                f"the tokenizer in {self.path} has no vocabulary; the file is damaged or incomplete"
+            )
         return tokenizer
 
     def _tensor(self, name: str) -> _ScaledTensor:

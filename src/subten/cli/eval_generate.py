@@ -41,7 +41,7 @@ def eval_generate(
     from subten.formats import KVFormat, get_format
 
     chosen = named_formats(formats, sinks, recent)
-    rows_file, _ = result_files(json)
+    rows_file, _ = result_files(json, text=text)
     content = text_to_measure_on(text)
 
     with progress("loading") as loaded:

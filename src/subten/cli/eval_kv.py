@@ -50,7 +50,7 @@ def eval_kv(
     from subten.formats import KVFormat, get_format
 
     chosen = named_formats(formats, sinks, recent)
-    rows_file, picture_file = result_files(json, plot)
+    rows_file, picture_file = result_files(json, plot, text)
     content = read_text(text)
 
     with progress("loading") as loaded:

@@ -42,7 +42,7 @@ def eval_layers(
     from subten.formats import get_format
 
     fmt = get_format(kv, sinks, recent)
-    rows_file, picture_file = result_files(json, plot)
+    rows_file, picture_file = result_files(json, plot, text)
     content = text_to_measure_on(text)
 
     with progress("loading") as loaded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,18 +37,23 @@ def named_formats(formats: str, sinks: int | None, recent: int | None) -> list[K
     return [get_format(name, sinks, recent) for name in dict.fromkeys(names)]
 
 
-def result_files(json: Path | None, plot: Path | None = None) -> tuple[OutputFile | None, OutputFile | None]:
-    """The files for rows and picture, checked before the long work.
+def result_files(
+    json: Path | None, plot: Path | None = None, text: Path | None = None
+) -> tuple[OutputFile | None, OutputFile | None]:
+    """The files for rows and picture, checked before the long work; `text` is the file that is measured on.
 
     Raises:
-        ParameterError: both are the same, or a picture can't be drawn.
+        ParameterError: two of them are the same, or a picture can't be drawn.
         StorageError: one can't be written.
     """
     from subten.evals.outputs import OutputFile
     from subten.evals.plot import require_matplotlib
 
-    if json is not None and json == plot:
-        raise ParameterError(f"--json and --plot both name {json}; give two files")
+    named = {"--text": text, "--json": json, "--plot": plot}
+    before: dict[str, str] = {}
+    for option, path in named.items():
+        if path is not None and (other := before.setdefault(os.path.realpath(path), option)) != option:
+            raise ParameterError(f"{other} and {option} both name {path}; give two files")
     if plot is not None:
         require_matplotlib(plot.suffix)
     return None if json is None else OutputFile(json), None if plot is None else OutputFile(plot)

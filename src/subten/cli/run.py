@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from subten.cli import options
+from subten.cli.files import read_stdin
 from subten.cli.streaming import stream_answer
 from subten.cli.terminal import note, progress, write_text
-from subten.errors import ParameterError
+from subten.errors import CacheMemoryError, ContextLengthError, ParameterError
 
 if TYPE_CHECKING:
     from subten.engine import LLM, SamplingParams
@@ -63,7 +64,7 @@ def run(
     interactive = prompt is None and sys.stdin.isatty()
     if system is not None and not (chat or interactive):
         raise ParameterError("--system needs --chat, as a plain prompt has no system message")
-    text = sys.stdin.read() if prompt is None and not interactive else prompt
+    text = read_stdin() if prompt is None and not interactive else prompt
     fmt = get_format(kv, sinks, recent)
     with progress("loading") as loaded:
         llm = LLM(
@@ -100,7 +101,10 @@ def _answer(llm: LLM, prompt: list[int], params: SamplingParams) -> str:
 
 
 def _converse(llm: LLM, params: SamplingParams, history: list[dict[str, str]]) -> None:
-    """Turns until the end of input (Ctrl-D). Ctrl-C stops an answer; at the prompt it ends the program."""
+    """Turns until the end of input (Ctrl-D). Ctrl-C stops an answer; at the prompt it ends the program.
+
+    A message that can't be answered, such as one that is too long, is said so and forgotten; the chat goes on.
+    """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # line editing for input(), where the platform has it
 
@@ -120,6 +124,10 @@ def _converse(llm: LLM, params: SamplingParams, history: list[dict[str, str]]) -
             reply = _answer(llm, llm.tokenizer.chat(history), params)
         except KeyboardInterrupt:
             print()
+            history.pop()
+            continue
+        except (ContextLengthError, CacheMemoryError, ParameterError) as error:
+            note(f"error: {error}")
             history.pop()
             continue
         history.append({"role": "assistant", "content": reply})

@@ -56,11 +56,13 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI does.
 
-    Options that are not given come from the environment (SUBTEN_SERVE_PORT for --port). SIGTERM ends the server.
+    Options about the server, but not those about the model, may come from the environment: --port from
+    SUBTEN_SERVE_PORT. SIGTERM ends the server.
     """
     try:
+        from subten.server.keys import read_keys
         from subten.server.logs import log_json_lines
-        from subten.server.process import run
+        from subten.server.process import listen, run
     except ModuleNotFoundError as error:
         raise ExtraMissingError(f"serving needs {error.name}; install subten[serve]") from error
     from subten.engine import LLM
@@ -77,37 +79,45 @@ def serve(
         "log_prompts": log_prompts,
     }
     settings = _settings({name: value for name, value in given.items() if value is not None})
-    log_json_lines()
-    with progress("loading") as loaded:
-        llm = LLM(
-            model,
-            kv=kv,
-            max_context=max_context,
-            max_batch=max_batch,
-            itl_budget_ms=itl_budget_ms,
-            reserve=reserve,
-            sessions=2 * max_batch if sessions is None else sessions,
-            session_ttl=session_ttl,
-            prefill=prefill,  # type: ignore[arg-type]  # LLM checks it and names the choices
-            chunk_size=chunk_size,
-            max_kld=max_kld,
-            dtype=dtype,
-            device=device,
-            kernels=options.kernels(kernel),
-            weights=weights,
-            progress=loaded,
-        )
-    run(llm, settings)
+    # What is wrong with keys and port is said before a model is loaded.
+    if settings.api_key_file is not None:
+        read_keys(settings.api_key_file)
+    with listen(settings) as sockets:
+        log_json_lines()
+        with progress("loading") as loaded:
+            llm = LLM(
+                model,
+                kv=kv,
+                max_context=max_context,
+                max_batch=max_batch,
+                itl_budget_ms=itl_budget_ms,
+                reserve=reserve,
+                sessions=2 * max(0, max_batch) if sessions is None else sessions,
+                session_ttl=session_ttl,
+                prefill=prefill,  # type: ignore[arg-type]  # LLM checks it and names the choices
+                chunk_size=chunk_size,
+                max_kld=max_kld,
+                dtype=dtype,
+                device=device,
+                kernels=options.kernels(kernel),
+                weights=weights,
+                progress=loaded,
+            )
+        run(llm, settings, sockets)
 
 
 def _settings(given: dict[str, Any]) -> Any:
     from pydantic import ValidationError
+    from pydantic_settings import SettingsError
 
-    from subten.server.settings import ServerSettings
+    from subten.server.settings import ENVIRONMENT, ServerSettings
 
     try:
         return ServerSettings(**given)
+    except SettingsError as error:
+        raise ParameterError(f"{error}: a list is JSON there, such as '[\"http://localhost:3000\"]'") from error
     except ValidationError as error:
         problem = error.errors()[0]
         name = ".".join(str(part) for part in problem["loc"])
-        raise ParameterError(f"the setting {name} is {problem['input']!r}: {problem['msg']}") from error
+        variable = "" if problem["loc"][0] in given else f" in {ENVIRONMENT}{str(problem['loc'][0]).upper()}"
+        raise ParameterError(f"the setting {name} is {problem['input']!r}{variable}: {problem['msg']}") from error

@@ -88,12 +88,11 @@ def stream_answer(llm: LLM, prompt: Sequence[int], params: SamplingParams, write
 
 
 def weight_bytes_per_token(model: LoadedModel) -> int:
-    """Bytes of weights that decoding one token alone must read.
+    """Bytes of weights that decoding one token alone must read, as they are held: of the experts in each layer those
+    that a token visits, of the embedding one row."""
+    from subten.models.spec import MoESpec
+    from subten.models.weight_bytes import bytes_read
 
-    Every active parameter once, of an embedding that is not the output projection too only one row.
-    """
-    from subten.models import count_parameters
-
-    spec = model.spec
-    skipped = 0 if spec.tied_embeddings else (spec.vocab_size - 1) * spec.hidden_size
-    return (count_parameters(spec).active - skipped) * model.dtype.itemsize
+    visited = [block.router.top_k for block in model.spec.feed_forwards if isinstance(block, MoESpec)]
+    weights = model.decoder.weights
+    return bytes_read(weights, visited) + weights.embedding[0].nbytes

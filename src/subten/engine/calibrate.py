@@ -166,6 +166,8 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
         staging.replace(path)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"the calibration can't be written to {path}: {error}") from error
+    finally:
+        staging.unlink(missing_ok=True)
 
 
 def load_calibration(path: Path, model: LoadedModel) -> Calibration:

@@ -101,6 +101,10 @@ class LLM:
         cuda_graphs: bool | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
+        if max_batch < 1:
+            raise ParameterError(f"max_batch is {max_batch}; it must be 1 or more")
+        if max_kld is not None and not max_kld >= 0:
+            raise ParameterError(f"max_kld is {max_kld}; it must be 0 or more, or None")
         if chunk_size < 1:
             raise ParameterError(f"chunk_size is {chunk_size}; it must be 1 or more")
         if itl_budget_ms is not None and not itl_budget_ms > 0:

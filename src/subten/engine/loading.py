@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from subten.models.decoder import Decoder
 from subten.models.families import spec_from_config
 from subten.models.spec import DecoderSpec
 from subten.models.weights import KeptWeights, load_weights, pack_experts
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {
     "float64": torch.float64,
@@ -85,13 +88,20 @@ def load_model(
     spec = spec_from_config(checkpoint.config)
     kept = choose_weights(weights, target)
     chosen = select_kernels(target, kernels, dtype=compute, experts=spec.expert_sizes)
+    # Before the weights: what is wrong with it is known in seconds.
+    tokenizer = Tokenizer.from_checkpoint(checkpoint)
+    if not spec.vocab_size // 2 <= (known := len(tokenizer.backend)) <= spec.vocab_size:
+        log.warning(
+            "the tokenizer of %s knows %d tokens and the model %d; they may not belong together",
+            *(path, known, spec.vocab_size),
+        )
     loaded = load_weights(checkpoint, spec, dtype=compute, device=target, kept=kept, progress=progress)
     return LoadedModel(
         name=path.stem if path.is_file() else Path(str(model)).name or path.resolve().name,
         path=path,
         spec=spec,
         decoder=Decoder(spec, pack_experts(loaded, chosen.pack_experts), chosen),
-        tokenizer=Tokenizer.from_checkpoint(checkpoint),
+        tokenizer=tokenizer,
         fingerprint=checkpoint.fingerprint,
         dtype=compute,
         device=target,

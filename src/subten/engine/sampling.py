@@ -262,7 +262,7 @@ def knobs_of(rows: Sequence[tuple[SamplingParams, int]], device: torch.device) -
             [0.0 if p.greedy else min(float(p.temperature), _HOTTEST) for p, _ in rows], device=device
         ),
         floor=torch.tensor([_log(p.min_p) for p, _ in rows], device=device),
-        top_k=torch.tensor([min(p.top_k, UNLIMITED) or UNLIMITED for p, _ in rows], device=device),
+        top_k=torch.tensor([min(p.top_k or UNLIMITED, UNLIMITED) for p, _ in rows], device=device),
         top_p=torch.tensor([float(p.top_p) for p, _ in rows], dtype=torch.float64, device=device),
         seed=torch.tensor([signed(mix(seed)) for _, seed in rows], device=device),
         ranked=any(p.ranked for p, _ in rows),

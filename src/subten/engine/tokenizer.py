@@ -78,10 +78,15 @@ class Tokenizer:
         """Token ids of `text`, with the special tokens the model wants around it unless told otherwise.
 
         Raises:
-            ParameterError: the text has half of a surrogate pair, which no encoding can spell.
+            ParameterError: the text holds surrogates, which stand for no character.
         """
-        if not _is_unicode(text):
-            raise ParameterError("the text has half of a surrogate pair; it must be valid Unicode")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ParameterError(
+                f"the text is not valid Unicode: {text[error.start]!r} at character {error.start} stands for none, "
+                "as bytes do that are not UTF-8"
+            ) from error
         # verbose=False: transformers would warn of texts that are longer than the model's context.
         encoded = self.backend(text, add_special_tokens=add_special_tokens, verbose=False)
         return [int(i) for i in encoded["input_ids"]]
@@ -93,7 +98,7 @@ class Tokenizer:
             messages: dicts with `role` and `content`.
 
         Raises:
-            ParameterError: the model has no chat template, or the template refuses the conversation.
+            ParameterError: the model has no chat template, or the template refuses the conversation, or as `encode`.
         """
         return self.encode(self.chat_text(messages), add_special_tokens=False)
 
@@ -162,14 +167,6 @@ class Tokenizer:
         if not self._byte_fallback or token_id in self._special:
             return False
         return _BYTE_TOKEN.fullmatch(self.backend.convert_ids_to_tokens(token_id)) is not None
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _eos_token_ids(config: Mapping[str, Any]) -> list[int]:

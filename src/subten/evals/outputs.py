@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -21,10 +22,15 @@ class OutputFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         # A link stays a link: what it points to is replaced.
-        self._target = path.expanduser().resolve()
+        try:
+            self._target = path.expanduser().resolve()
+        except (OSError, RuntimeError) as error:
+            raise StorageError(f"{path} can't be written: {error}") from error
         self._staging = self._target.with_name(f".{self._target.name}.{os.getpid()}.tmp")
         if self._target.exists() and not self._target.is_file():
             raise StorageError(f"{path} can't be written: it is not a regular file")
+        if self._target.exists() and _identity(self._target.stat()) in _standard_streams():
+            raise StorageError(f"{path} can't be written: what is printed goes there; name another file")
         self._stage(b"")
         self._staging.unlink()
 
@@ -50,3 +56,16 @@ class OutputFile:
 
     def _refused(self, error: OSError) -> StorageError:
         return StorageError(f"{self.path} can't be written: {error.strerror or error}")
+
+
+def _standard_streams() -> set[tuple[int, int]]:
+    """What stdout and stderr are: a file that one of them is redirected to would be lost when it is replaced."""
+    found = set()
+    for descriptor in (1, 2):
+        with contextlib.suppress(OSError):
+            found.add(_identity(os.fstat(descriptor)))
+    return found
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

@@ -27,8 +27,10 @@ def read_keys(path: Path) -> list[str]:
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise StorageError(f"the key file {path} can't be read: {error}") from error
+    except OSError as error:
+        raise StorageError(f"the key file {path} can't be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise StorageError(f"the key file {path} can't be read: it is not UTF-8 text") from error
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise ParameterError(f"the key file {path} has no key; write one per line")

@@ -180,6 +180,13 @@ def test_shells_are_killed_while_commands_start(clone: Clone) -> None:
     assert clone.get("ran") == "".join(f"{number}\n" for number in range(30)).encode()
 
 
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 1e300])
+def test_timeouts_that_nobody_can_wait_for(clone: Clone, timeout: float) -> None:
+    with pytest.raises(ParameterError, match="it must be more than 0 seconds and at most 1000000"):
+        clone.exec("true", timeout=timeout)
+    assert clone.exec("true").ok
+
+
 def test_timeouts(clone: Clone) -> None:
     for _ in range(3):
         result = clone.exec("echo began; sleep 1000", timeout=0.5)

@@ -164,6 +164,21 @@ def test_files_that_can_not_be_used(tmp_path: Path) -> None:
         EventLog(tmp_path / "no" / "folder")
 
 
+def test_a_run_that_never_begins_leaves_the_log_of_another(tmp_path: Path) -> None:
+    path = write(tmp_path / "log", RUN)
+    before = path.read_bytes()
+    write(path, [])
+    assert path.read_bytes() == before
+    write(path, RUN[:1])
+    assert read_log(path) == RUN[:1]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_said_once() -> None:
+    with EventLog(Path("/dev/full")) as log, pytest.raises(StorageError, match="can't be written: No space left"):
+        log.write(RUN[0])
+
+
 @pytest.mark.parametrize("line", ["1", "null", '{"event": 5}', '{"event": ["run_started"]}', "{" * 100_000])
 def test_lines_that_are_no_events(line: str) -> None:
     with pytest.raises(ParameterError):

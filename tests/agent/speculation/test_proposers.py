@@ -335,10 +335,25 @@ def test_a_denied_plan_closes_its_connection() -> None:
     asyncio.run(ask())
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/passwd", ""])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "file:///etc/passwd", "", "http://", "http://h:99999/v1", "http://h:p"]
+)
 def test_bad_urls(url: str) -> None:
     with pytest.raises(ParameterError, match="must be a URL"):
         EndpointProposer(url, "m")
+
+
+@pytest.mark.parametrize("key", ["", "two words", "two\nlines", "schl\u00fcssel"])
+def test_keys_that_can_not_be_sent(key: str) -> None:
+    with pytest.raises(ParameterError, match="one line of plain ASCII") as caught:
+        EndpointProposer("http://127.0.0.1:9/v1", "m", key=key)
+    assert not key or key not in str(caught.value)
+
+
+@pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])
+def test_bad_temperatures(temperature: float) -> None:
+    with pytest.raises(ParameterError, match="temperature is"):
+        EndpointProposer("http://127.0.0.1:9/v1", "m", temperature=temperature)
 
 
 def test_our_own_server(model: LoadedModel) -> None:

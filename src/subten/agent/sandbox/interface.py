@@ -27,6 +27,8 @@ _ENVIRONMENT = {
     "TERM": "dumb",
 }
 _FILE_BYTES = 64 << 20
+_LONGEST_SECONDS = 1_000_000
+"""That a command may run: sockets can't wait for any number of seconds."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +144,10 @@ class Clone(ABC):
             env: variables on top of PATH, HOME, USER, LANG and TERM; nothing of the host's environment gets in.
             on_output: called in this thread with each piece of output that is kept, as it comes.
         """
-        if timeout <= 0:
-            raise ParameterError(f"timeout is {timeout}; it must be more than 0 seconds")
+        if not 0 < timeout <= _LONGEST_SECONDS:
+            raise ParameterError(
+                f"timeout is {timeout}; it must be more than 0 seconds and at most {_LONGEST_SECONDS}"
+            )
         text = command if isinstance(command, str) else f"exec {shlex.join(command)}"
         variables = {**_ENVIRONMENT, **(env or {})}
         if "\0" in "".join((text, cwd, *variables, *variables.values())):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
 
 from subten.agent.speculation.proposer import Message, Piece
 from subten.errors import ExtraMissingError, ParameterError, ProposerError
@@ -29,7 +31,7 @@ class EndpointProposer:
         silence: seconds without a byte after which an answer has failed.
 
     Raises:
-        ParameterError: the URL is no http or https URL.
+        ParameterError: the URL is no http or https URL, the key can't be sent, or the temperature is no such number.
         ExtraMissingError: httpx is not installed.
     """
 
@@ -49,8 +51,12 @@ class EndpointProposer:
             raise ExtraMissingError(
                 "an endpoint needs httpx; install it with: pip install 'subten[agent]'"
             ) from error
-        if not url.startswith(("http://", "https://")):
+        if not _is_url(url):
             raise ParameterError(f"the endpoint is '{url}'; it must be a URL such as http://127.0.0.1:8000/v1")
+        if key is not None and not (key.isascii() and key.isprintable() and key and " " not in key):
+            raise ParameterError("the endpoint's key must be one line of plain ASCII without spaces")
+        if not 0 <= temperature < math.inf:
+            raise ParameterError(f"temperature is {temperature}; it must be a finite number of at least 0")
         self.name = f"{model} at {url}"
         self._url = f"{url.rstrip('/')}/chat/completions"
         self._body = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "stream": True}
@@ -145,3 +151,11 @@ class EndpointCandidate:
 
 def _said(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or too large
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,9 @@ from subten.errors import ParameterError, StorageError
 
 
 class EventLog:
-    """Writes events to a new file, each at once, so that a run that was killed has left all that happened.
+    """Writes events to a file, each at once, so that a run that was killed has left all that happened.
+
+    What was in the file before goes with the first event: a run that never begins leaves it as it was.
 
     Raises:
         StorageError: the file can't be written.
@@ -21,8 +24,9 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._begun = False
         try:
-            self._file = path.open("w", encoding="ascii")
+            self._file = path.open("a", encoding="ascii")
         except OSError as error:
             raise StorageError(f"{path} can't be written: {error.strerror or error}") from error
 
@@ -33,6 +37,10 @@ class EventLog:
             StorageError: it can't be written.
         """
         try:
+            if not self._begun:
+                self._begun = True
+                with contextlib.suppress(OSError):  # a pipe or a terminal has nothing to lose
+                    self._file.truncate(0)
             self._file.write(f"{to_json(event)}\n")
             self._file.flush()
         except OSError as error:
@@ -40,7 +48,9 @@ class EventLog:
 
     def close(self) -> None:
         """No more events. Twice is once."""
-        self._file.close()
+        # What is left to be written is what could not be: `write` has said so.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -39,9 +39,7 @@ from subten.kernels.moe.gluon_plan import (
     REGISTERS,
     WARPS,
     GluonMoEPlan,
-    blocks_of_run,
     plan_gluon_moe,
-    row_of_scales,
 )
 from subten.kernels.moe.gluon_products import UNIT, multiply_run, operand_of, product_layout, terms_of
 from subten.kernels.moe.gluon_routing import (
@@ -55,7 +53,7 @@ from subten.kernels.moe.gluon_routing import (
     shares_of,
     tiles_of_experts,
 )
-from subten.kernels.moe.gluon_scales import load_block_scales, scales_of_run
+from subten.kernels.moe.gluon_scales import blocks_of_run, load_block_scales, row_of_scales, scales_of_run
 from subten.kernels.moe.gluon_schedule import range_of, run_at
 from subten.kernels.moe.gluon_stream import RUN_SIZE, fetch, post_run
 from subten.kernels.moe.gluon_tokens import load_tokens, stage_tokens

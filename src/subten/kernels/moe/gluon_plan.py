@@ -1,12 +1,8 @@
 """What the Gluon mixture-of-experts kernel is told beyond its tensors, and how a launch is split."""
 
-# mypy: allow-untyped-decorators
-
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from triton.experimental import gluon
 
 from subten.kernels.moe.inputs import SCALE_BLOCK
 from subten.kernels.moe.plan import LaunchPlan, MoEShape, Sums, choose_finishers, most_items, power_of_two
@@ -70,13 +66,11 @@ def shape_refusal(hidden: int, intermediate: int, shared: int = 0) -> str | None
     return None
 
 
-@gluon.constexpr_function
 def row_of_scales(shape: MoEShape) -> int:
     """Places in shared memory for the scales of a block of neurons, one for each block of columns."""
     return int(1 << (shape.hidden_blocks - 1).bit_length())
 
 
-@gluon.constexpr_function
 def blocks_of_run(run: int) -> int:
     """Places for blocks of neurons that so many slices can touch: the first may be the second of its block."""
     return int(1 << (run // (SCALE_BLOCK // SLICE)).bit_length())

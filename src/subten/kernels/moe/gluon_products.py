@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from subten.kernels.gluon_names import reinterpret
-from subten.kernels.moe.gluon_plan import WARPS, row_of_scales
-from subten.kernels.moe.gluon_scales import block_of, in_twos, row_scales, stage_block_scales
+from subten.kernels.moe.gluon_plan import WARPS
+from subten.kernels.moe.gluon_scales import block_of, in_twos, row_of_scales, row_scales, stage_block_scales
 from subten.kernels.moe.gluon_stream import full_stage, give_back, rows_at
 from subten.kernels.moe.inputs import SCALE_BLOCK
 

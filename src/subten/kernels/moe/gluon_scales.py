@@ -9,9 +9,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from subten.kernels.gluon_names import reinterpret
-from subten.kernels.moe.gluon_plan import WARPS, blocks_of_run, row_of_scales
+from subten.kernels.moe import gluon_plan
+from subten.kernels.moe.gluon_plan import WARPS
 from subten.kernels.moe.inputs import SCALE_BLOCK
 
+# The plan makes them too, where Triton may not be installed.
+blocks_of_run = gluon.constexpr_function(gluon_plan.blocks_of_run)
+row_of_scales = gluon.constexpr_function(gluon_plan.row_of_scales)
 _WARPS = gl.constexpr(WARPS)
 _SCALE_BLOCK = gl.constexpr(SCALE_BLOCK)
 

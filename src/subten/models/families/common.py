@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from subten.errors import CheckpointError, UnknownArchitectureError
 from subten.kernels.moe.inputs import RouterSpec
-from subten.models.families.config import ConfigReader
+from subten.models.families.config import MOST_PARTS, MOST_POSITIONS, ConfigReader
 from subten.models.families.rope import max_positions, rope_spec
 from subten.models.spec import AttentionSpec, DecoderSpec, DenseSpec, MoESpec, QKNorm
 
@@ -82,7 +82,7 @@ def router_spec(config: ConfigReader, *, renormalize: bool) -> RouterSpec:
     Families, and versions of transformers, differ in whether they write `num_experts` or `num_local_experts`.
     """
     key = "num_local_experts" if config.has("num_local_experts") else "num_experts"
-    num_experts = config.integer(key)
+    num_experts = config.integer(key, most=MOST_PARTS)
     top_k = config.integer("num_experts_per_tok")
     if top_k > num_experts:
         raise CheckpointError(f"num_experts_per_tok ({top_k}) is more than {key} ({num_experts})")
@@ -91,7 +91,7 @@ def router_spec(config: ConfigReader, *, renormalize: bool) -> RouterSpec:
 
 def every_layer(config: ConfigReader, feed_forward: DenseSpec | MoESpec) -> list[DenseSpec | MoESpec]:
     """The same feed-forward in all layers."""
-    return [feed_forward] * config.integer("num_hidden_layers")
+    return [feed_forward] * config.integer("num_hidden_layers", most=MOST_PARTS)
 
 
 def refuse_sliding_window(config: ConfigReader, *, on: bool) -> None:
@@ -103,7 +103,7 @@ def refuse_sliding_window(config: ConfigReader, *, on: bool) -> None:
     if not on or not config.has("sliding_window") or (kinds and set(kinds) == {"full_attention"}):
         return
     window = config.raw("sliding_window")
-    context = config.integer("max_position_embeddings")
+    context = config.integer("max_position_embeddings", most=MOST_POSITIONS)
     if not isinstance(window, int) or window < context:
         raise UnknownArchitectureError(
             f"sliding-window attention is not supported (window {window}, context {context}); "

@@ -8,6 +8,13 @@ from typing import Any
 
 from subten.errors import CheckpointError
 
+MOST = 1 << 20
+"""Of any size, far above all models': the products that are numbers of elements then fit into 64 bits."""
+MOST_PARTS = 1 << 14
+"""Of layers, and of experts: the names of their tensors are listed before one is looked for."""
+MOST_POSITIONS = 1 << 24
+"""Of positions: the rotations of all of them are tabulated."""
+
 
 class ConfigReader:
     """Typed access to a configuration; an entry that is null counts as absent.
@@ -23,11 +30,13 @@ class ConfigReader:
         """The entry as it stands, or None."""
         return self._config.get(key)
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+    def integer(self, key: str, default: int | None = None, *, most: int = MOST) -> int:
+        """A positive integer of at most `most`."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self._wrong(key, value, "a positive integer")
+        if value > most:
+            raise self._wrong(key, value, f"at most {most}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

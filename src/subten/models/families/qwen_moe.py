@@ -11,7 +11,7 @@ from subten.models.families.common import (
     refuse_sliding_window,
     router_spec,
 )
-from subten.models.families.config import ConfigReader
+from subten.models.families.config import MOST_PARTS, ConfigReader
 from subten.models.families.family import Family
 from subten.models.spec import AttentionSpec, DecoderSpec, DenseSpec, MoESpec
 
@@ -40,7 +40,7 @@ def _decoder(
         moe
         if (layer + 1) % step == 0 and layer not in dense_layers
         else DenseSpec(config.integer("intermediate_size"))
-        for layer in range(config.integer("num_hidden_layers"))
+        for layer in range(config.integer("num_hidden_layers", most=MOST_PARTS))
     ]
     return decoder_spec(config, family, attention, feed_forwards)
 

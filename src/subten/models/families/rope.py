@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from subten.errors import UnknownArchitectureError
+from subten.errors import CheckpointError, UnknownArchitectureError
 from subten.kernels.rope import (
     LinearScaling,
     Llama3Scaling,
@@ -13,7 +13,7 @@ from subten.kernels.rope import (
     YarnScaling,
     yarn_amplitude,
 )
-from subten.models.families.config import ConfigReader
+from subten.models.families.config import MOST_POSITIONS, ConfigReader
 
 
 def rope_spec(config: ConfigReader, head_dim: int, default_theta: float) -> RopeSpec:
@@ -41,10 +41,17 @@ def max_positions(config: ConfigReader, rope: RopeSpec) -> int:
 
     A configuration that a user extended by YaRN often keeps the old `max_position_embeddings`.
     """
-    stated = config.integer("max_position_embeddings")
-    if isinstance(rope.scaling, YarnScaling):
-        return max(stated, int(rope.scaling.factor * rope.scaling.original_positions))
-    return stated
+    stated = _positions(config, "max_position_embeddings")
+    if not isinstance(rope.scaling, YarnScaling):
+        return stated
+    stretched = max(stated, int(rope.scaling.factor * rope.scaling.original_positions))
+    if stretched > MOST_POSITIONS:
+        raise CheckpointError(f"YaRN stretches the context to {stretched} positions; it can be {MOST_POSITIONS}")
+    return stretched
+
+
+def _positions(config: ConfigReader, key: str, default: int | None = None) -> int:
+    return config.integer(key, default, most=MOST_POSITIONS)
 
 
 def _default(_config: ConfigReader, _parameters: ConfigReader) -> None:
@@ -66,7 +73,7 @@ def _llama3(config: ConfigReader, parameters: ConfigReader) -> RopeScaling:
 
 def _yarn(config: ConfigReader, parameters: ConfigReader) -> RopeScaling:
     original = _original_positions(config, parameters)
-    factor = parameters.number("factor", config.integer("max_position_embeddings") / original)
+    factor = parameters.number("factor", _positions(config, "max_position_embeddings") / original)
     amplitude = yarn_amplitude(factor)
     if parameters.has("mscale") and parameters.has("mscale_all_dim"):
         amplitude = yarn_amplitude(factor, parameters.number("mscale")) / yarn_amplitude(
@@ -84,8 +91,8 @@ def _yarn(config: ConfigReader, parameters: ConfigReader) -> RopeScaling:
 
 def _original_positions(config: ConfigReader, parameters: ConfigReader) -> int:
     key = "original_max_position_embeddings"
-    inside = parameters.integer(key, config.integer("max_position_embeddings"))
-    return config.integer(key, inside)
+    inside = _positions(parameters, key, _positions(config, "max_position_embeddings"))
+    return _positions(config, key, inside)
 
 
 SCALINGS: Mapping[str, Callable[[ConfigReader, ConfigReader], RopeScaling | None]] = {
