@@ -208,7 +208,7 @@ def test_a_call_that_a_stop_string_cuts_off_is_none_to_be_made(server: Live, sto
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [("[" * 900 + "]" * 900, "recursion"), ('{"a": "\\ud800"}', "surrogate")],
+    [("[" * 900 + "]" * 900, "recursion"), ('{"a": "\\ud800"}', "not valid Unicode")],
 )
 def test_arguments_of_an_earlier_call_that_no_template_can_write(demo_live: Live, arguments: str, words: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
