@@ -142,7 +142,7 @@ class Service:
         """End everything; answers that are under way end with an error. Twice is once."""
         self.capacity.close(shutting_down())
         await self.engine.close()
-        self.grammars.close()
+        await self.grammars.close()
         await self._until_idle(_LAST_WORDS_SECONDS)
 
     async def _until_idle(self, seconds: float) -> None:

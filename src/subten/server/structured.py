@@ -95,14 +95,15 @@ class Grammars:
         if self.available and self._probe is None:
             self._probe = asyncio.create_task(self._start_probe())
 
-    def close(self) -> None:
-        """End the process."""
-        if self._probe is not None:
-            if self._probe.done() and not self._probe.cancelled() and self._probe.exception() is None:
-                with suppress(ProcessLookupError):
-                    self._probe.result().kill()
-            self._probe.cancel()
-            self._probe = None
+    async def close(self) -> None:
+        """End the process, and wait until it has ended: its pipes belong to the event loop."""
+        probe, self._probe = self._probe, None
+        if probe is None:
+            return
+        probe.cancel()
+        (process,) = await asyncio.gather(probe, return_exceptions=True)
+        if isinstance(process, asyncio.subprocess.Process):
+            await _end(process)
 
     async def guard(self, form: dict[str, Any], param: str) -> GuardMaker:
         """What makes guards for answers of a form.
@@ -170,7 +171,7 @@ class Grammars:
         try:
             process = await asyncio.shield(self._probe)
         except Exception:
-            self.close()  # It has not started; the next one may.
+            await self.close()  # It has not started; the next one may.
             raise
         assert process.stdin is not None
         assert process.stdout is not None
@@ -185,7 +186,7 @@ class Grammars:
             ) from error
         finally:
             if not answered:  # Late, dead, or nobody waits any more: the next one gets a new process.
-                self.close()
+                await self.close()
                 await self.start()
         if not answered:
             raise _bad("takes more memory to compile than this server gives it; simplify it", param)
@@ -214,8 +215,7 @@ class Grammars:
             process.stdin.write(info.serialize_json().encode() + b"\n")
             await asyncio.wait_for(process.stdout.readline(), _START_SECONDS)
         except BaseException:
-            with suppress(ProcessLookupError):
-                process.kill()
+            await _end(process)
             raise
         return process
 
@@ -237,6 +237,14 @@ class Grammars:
                 stop_token_ids=sorted(self._tokenizer.eos_token_ids),
             )
         return self._infos[json_alone]
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
+    assert process.stdin is not None
+    process.stdin.close()
+    await process.communicate()
 
 
 def _bad(what: str, param: str) -> ApiError:
