@@ -111,6 +111,12 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and log where."""
         try:
+            for bound in sockets or ():
+                bound.listen(self.config.backlog)  # uvloop would say nothing of a port that is taken.
+        except OSError as error:
+            await self._service.close()
+            raise _refused(self._settings, error) from error
+        try:
             await super().startup(sockets)
         except OSError as error:
             await self.lifespan.shutdown()
