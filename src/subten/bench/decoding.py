@@ -19,7 +19,6 @@ from subten.engine.sampling import SamplingParams
 from subten.engine.usage import CacheUsage
 from subten.errors import KernelUnavailableError, NumericalError
 from subten.formats import PAGE_SIZE, PageLayout
-from subten.kernels.select import Use, select_attention
 
 
 class EagerRecorder:
@@ -111,8 +110,7 @@ class Decoding:
         calibration: Calibration | None,
         params: SamplingParams,
     ) -> None:
-        choice = select_attention(Use(model.device, model.dtype, (kind.layout,)), kind.attention)
-        obstacle = why_no_graphs(model.device, model.kernels, choice, bool(model.spec.expert_sizes))
+        obstacle = why_no_graphs(model.device, model.kernels, kind.choice, bool(model.spec.expert_sizes))
         if model.device.type == "cuda" and obstacle is not None:
             raise KernelUnavailableError(f"a decode step can't be a CUDA graph: {obstacle}")
         recorder: Recorder = GraphRecorder(model.device) if model.device.type == "cuda" else EagerRecorder()

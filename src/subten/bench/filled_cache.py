@@ -16,7 +16,7 @@ from subten.engine.memory import free_memory
 from subten.engine.runner import Runner
 from subten.errors import CacheMemoryError, ContextLengthError
 from subten.formats import KVFormat, PageLayout
-from subten.kernels.select import Use, select_attention
+from subten.kernels.select import Implementation, Use, select_attention
 from subten.kvcache import CacheBooks
 from subten.kvcache.storage import predicted_bytes
 
@@ -32,12 +32,12 @@ class CacheKind:
 
     Attributes:
         layout: of its pages, as the kernels that were chosen write them.
-        attention: the name of these.
+        choice: these, of attention.
         context: tokens of the longest sequence.
     """
 
     layout: PageLayout
-    attention: str
+    choice: Implementation
     context: int
 
     @classmethod
@@ -52,7 +52,12 @@ class CacheKind:
             raise ContextLengthError(f"{model.name} takes {model.spec.max_positions} tokens, not {context}")
         layout = PageLayout(fmt, model.geometry.head_dim)
         choice = select_attention(Use(model.device, model.dtype, (layout,)), model.attention)
-        return cls(replace(layout, ahead=choice.ahead), choice.name, context)
+        return cls(replace(layout, ahead=choice.ahead), choice, context)
+
+    @property
+    def attention(self) -> str:
+        """The name of the choice."""
+        return self.choice.name
 
     def bytes_for(self, model: LoadedModel, batch: int) -> int:
         """Of a cache for so many sequences."""
@@ -90,12 +95,11 @@ class FilledCache:
 
     def __init__(self, model: LoadedModel, kind: CacheKind, sequences: int, calibration: Calibration | None) -> None:
         layout = kind.layout
-        choice = select_attention(Use(model.device, model.dtype, (layout,)), kind.attention)
         pages = sequences * layout.pages_for(kind.context)
         self.kind = kind
         self.books = CacheBooks(layout, pages, sequences)
         self.runner = Runner(
-            model, layout, pages, sequences, calibration, "chunk", choice.load(), sequences, kind.context
+            model, layout, pages, sequences, calibration, "chunk", kind.choice.load(), sequences, kind.context
         )
         storage = self.runner.storage
         of_layer = layer_cache(model, 0, storage.layer(0), layout, calibration)

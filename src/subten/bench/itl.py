@@ -16,14 +16,12 @@ from subten.bench.latency import BenchModel, release_memory, undisturbed
 from subten.bench.latency_cases import with_moe
 from subten.bench.latency_report import percentile
 from subten.bench.latency_session import load
-from subten.bench.machine import Machine, describe, first_line, require_gpu, require_sound_device
+from subten.bench.machine import Machine, describe, first_line, measured_device, require_sound_device
 from subten.bench.report import ResultFile
 from subten.bench.shapes import context_name, parse_context
 from subten.bench.terminal import announce, names
-from subten.checkpoints import resolve_model
 from subten.engine.graphs import GraphRecorder
 from subten.engine.intake import Intake
-from subten.engine.loading import choose_device
 from subten.engine.loop import EngineLoop
 from subten.engine.pacing import Pacer
 from subten.engine.request import Request
@@ -32,7 +30,6 @@ from subten.engine.sampling import SamplingParams
 from subten.engine.scheduler import Policy, Scheduler
 from subten.errors import ParameterError, SubtenError
 from subten.formats import KVFormat, get_format
-from subten.kernels.select import Use, select_attention
 from subten.kvcache import CacheBooks
 
 _STREAM_PROMPT = 256
@@ -106,7 +103,6 @@ class _Streams:
         loaded = model.loaded
         kind = CacheKind.of(loaded, fmt, wishes.prompt)
         layout, batch = kind.layout, wishes.streams + 1
-        choice = select_attention(Use(loaded.device, loaded.dtype, (layout,)), kind.attention)
         pages = batch * (layout.pages_for(kind.context) + 1)
         books = CacheBooks(layout, pages, batch)
         runner = Runner(
@@ -116,7 +112,7 @@ class _Streams:
             batch,
             model.calibration(fmt, mean_key=False),
             "chunk",
-            choice.load(),
+            kind.choice.load(),
             batch,
             kind.context,
             GraphRecorder(loaded.device) if loaded.device.type == "cuda" else None,
@@ -206,11 +202,9 @@ def run_itl(
         KernelUnavailableError: there is no GPU, or it stopped working.
         StorageError: the file can't be written.
     """
-    shapes, formats, budgets = names(models), [get_format(name) for name in names(kv)], _budgets(budget)
-    for name in shapes:
-        if name not in model_shapes.SHAPES:
-            resolve_model(name)
-    target = require_gpu() if device in ("auto", "cuda") else choose_device(device)
+    shapes = model_shapes.chosen_models(models)
+    formats, budgets = [get_format(name) for name in names(kv)], _budgets(budget)
+    target = measured_device(device)
     file = None if json_path is None else ResultFile(json_path)
     machine, rows = describe(target, commit), list[ItlRow]()
     announce(machine)

@@ -22,7 +22,6 @@ from subten.engine.decode_rows import DecodeWork, Draw
 from subten.engine.loading import LoadedModel, choose_dtype
 from subten.engine.runner import Runner
 from subten.engine.sampling import SamplingParams
-from subten.kernels.select import Use, select_attention
 from subten.kvcache import AppendPlan, CopyPlan
 
 _LAYERS = 2
@@ -63,11 +62,12 @@ def _take_step(task: AheadTask, device: torch.device) -> None:
     case, draw = task.case, Draw(task.params, 0)
     model = _model(case.shape, task.scales, case.moe, device)
     kind = CacheKind.of(model, case.kv, case.context)
-    choice = select_attention(Use(device, model.dtype, (kind.layout,)), kind.attention)
     calibration = None
     if case.kv.calibrated:
         calibration = random_model_calibration(case.kv, model, mean_key=task.mean_key)
-    runner = Runner(model, kind.layout, 1, case.batch, calibration, "chunk", choice.load(), case.batch, case.context)
+    runner = Runner(
+        model, kind.layout, 1, case.batch, calibration, "chunk", kind.choice.load(), case.batch, case.context
+    )
     pages = [0] * kind.layout.pages_for(case.context)
     runner.decode(
         [

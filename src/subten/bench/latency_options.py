@@ -12,7 +12,6 @@ from subten.bench.latency_cases import BATCHES_TRIED, SHORTEST_CONTEXT, LatencyC
 from subten.bench.random_model import ExpertScales
 from subten.bench.shapes import parse_context
 from subten.bench.terminal import names
-from subten.checkpoints import resolve_model
 from subten.engine.sampling import SamplingParams
 from subten.errors import ParameterError
 from subten.formats import get_format
@@ -69,10 +68,7 @@ class LatencyOptions:
             ModelNotFoundError: a name that is neither a shape nor a model.
             UnknownFormatError: a name that is no format.
         """
-        shapes = names(models)
-        for name in shapes:
-            if name not in model_shapes.SHAPES:
-                resolve_model(name)
+        shapes = model_shapes.chosen_models(models)
         kinds, scales, contexts = names(moe), experts.strip(), [parse_context(text) for text in names(context)]
         if not kinds or not set(kinds) <= set(get_args(MoE)):
             raise ParameterError(f"--moe is '{moe}'; it takes {' and '.join(get_args(MoE))}, separated by commas")

@@ -25,11 +25,11 @@ from subten.bench.latency_report import (
     profile_lines,
     read_latency,
 )
-from subten.bench.machine import Machine, describe, first_line, require_gpu, require_sound_device
+from subten.bench.machine import Machine, describe, first_line, measured_device, require_sound_device
 from subten.bench.random_model import ExpertScales, random_model
 from subten.bench.report import ResultFile
 from subten.bench.terminal import announce, show
-from subten.engine.loading import choose_device, choose_dtype, load_model
+from subten.engine.loading import choose_dtype, load_model
 from subten.errors import KernelUnavailableError, ParameterError, SubtenError
 
 _AHEAD_SHARE = 0.4
@@ -83,7 +83,7 @@ def run_latency(options: LatencyOptions, json: Path | None, commit: str | None) 
         StorageError: the file can't be read or written.
     """
     start = time.monotonic()
-    device = require_gpu() if options.device in ("auto", "cuda") else choose_device(options.device)
+    device = measured_device(options.device)
     before = _before(options, json)
     file = None if json is None else ResultFile(json)
     results, left = LatencyResults(describe(device, commit), file, start), list(options.cases)

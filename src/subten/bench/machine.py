@@ -14,6 +14,7 @@ import torch
 
 import subten
 from subten.bench.timing import time_calls
+from subten.engine.loading import choose_device
 from subten.engine.memory import free_memory
 from subten.errors import KernelUnavailableError
 
@@ -73,6 +74,16 @@ def require_gpu() -> torch.device:
             "the benchmarks measure a CUDA GPU, and torch finds none here; run them on a machine that has one"
         )
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def measured_device(name: str) -> torch.device:
+    """`cpu` is one; `auto` and `cuda` are the GPU.
+
+    Raises:
+        KernelUnavailableError: there is none.
+        ParameterError: another name.
+    """
+    return require_gpu() if name in ("auto", "cuda") else choose_device(name)
 
 
 def require_sound_device(failure: BaseException) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from subten.bench.terminal import names
+from subten.checkpoints import resolve_model
 from subten.models.families import spec_from_config
 from subten.models.spec import DecoderSpec
 
@@ -77,3 +79,16 @@ SHAPES: Mapping[str, DecoderSpec] = MappingProxyType(
     {name: spec_from_config({**_COMMON, **config}) for name, config in _CONFIGS.items()}
 )
 """By name."""
+
+
+def chosen_models(text: str) -> list[str]:
+    """Shapes, or models by name or path, from the command line.
+
+    Raises:
+        ModelNotFoundError: a name that is neither a shape nor a model.
+    """
+    chosen = names(text)
+    for name in chosen:
+        if name not in SHAPES:
+            resolve_model(name)
+    return chosen

@@ -18,6 +18,7 @@ from subten.engine.runner import Work
 from subten.errors import NumericalError
 from subten.formats import KVFormat
 from subten.kernels.attention.cost import attention_flops
+from subten.kernels.linear.reference import linear_flops
 from subten.models.spec import DecoderSpec, MoESpec
 
 
@@ -163,15 +164,16 @@ def chunk_flops(spec: DecoderSpec, context: int, chunk_size: int) -> int:
     """Operations of all products of a chunk: of linear layers, of the experts that its tokens visit, of attention to
     the context and to the tokens before them in the chunk, and of the last token's scores."""
     attention, hidden = spec.attention, spec.hidden_size
-    heads = attention.num_heads + 2 * attention.num_kv_heads
-    per_layer = 2 * hidden * attention.head_dim * (heads + attention.num_heads) * chunk_size
+    queries = attention.num_heads * attention.head_dim
+    projected = queries + 2 * attention.num_kv_heads * attention.head_dim
     seen = chunk_size * context + chunk_size * (chunk_size + 1) // 2
+    per_layer = linear_flops(chunk_size, hidden, projected) + linear_flops(chunk_size, queries, hidden)
     per_layer += attention_flops(1, attention.num_heads, attention.head_dim, seen)
-    total = spec.num_layers * per_layer + 2 * hidden * spec.vocab_size
+    total = spec.num_layers * per_layer + linear_flops(1, hidden, spec.vocab_size)
     for block in spec.feed_forwards:
         width = block.intermediate_size
         if isinstance(block, MoESpec):
-            total += 2 * hidden * block.router.num_experts * chunk_size
+            total += linear_flops(chunk_size, hidden, block.router.num_experts)
             width = block.router.top_k * width + (block.shared_intermediate_size or 0)
-        total += 6 * hidden * width * chunk_size
+        total += 3 * linear_flops(chunk_size, hidden, width)
     return total

@@ -12,14 +12,12 @@ from subten.bench.latency import OUT_OF_TIME, release_memory
 from subten.bench.latency_cases import with_moe
 from subten.bench.latency_report import profile_lines
 from subten.bench.latency_session import load
-from subten.bench.machine import Machine, describe, first_line, product_rate, require_gpu, require_sound_device
+from subten.bench.machine import Machine, describe, first_line, measured_device, product_rate, require_sound_device
 from subten.bench.prefill import PrefillBench, PrefillCase, Prefilling, PrefillWishes
 from subten.bench.prefill_report import PrefillRow, prefill_json, prefill_line, prefill_table
 from subten.bench.report import ResultFile
 from subten.bench.shapes import parse_context
 from subten.bench.terminal import announce, names, show, token_counts
-from subten.checkpoints import resolve_model
-from subten.engine.loading import choose_device
 from subten.errors import ParameterError, SubtenError
 from subten.formats import KVFormat, get_format
 
@@ -68,10 +66,7 @@ class PrefillOptions:
             ModelNotFoundError: a name that is neither a shape nor a model.
             UnknownFormatError: a name that is no format.
         """
-        shapes = names(models)
-        for name in shapes:
-            if name not in model_shapes.SHAPES:
-                resolve_model(name)
+        shapes = model_shapes.chosen_models(models)
         sizes = token_counts("--chunk-size", names(chunk_size), LARGEST_CHUNK)
         contexts = [0 if text == "0" else parse_context(text) for text in names(context)]
         formats = [get_format(name) for name in names(kv)]
@@ -114,7 +109,7 @@ def run_prefill(options: PrefillOptions, json: Path | None, commit: str | None) 
         StorageError: the file can't be written.
     """
     start = time.monotonic()
-    device = require_gpu() if options.device in ("auto", "cuda") else choose_device(options.device)
+    device = measured_device(options.device)
     file = None if json is None else ResultFile(json)
     machine, rate = describe(device, commit), product_rate(device)
     announce(machine)
