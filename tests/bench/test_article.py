@@ -9,14 +9,14 @@ from test_bench_report import ROW
 
 from subten.bench.__main__ import main
 from subten.bench.article import PICTURES, drawn_moe, render
-from subten.bench.itl import ItlRow, itl_json
-from subten.bench.latency_report import KernelTime, LargestRow, LatencyRow, Profile, latency_json
-from subten.bench.moe_report import MoERow, moe_json
+from subten.bench.itl import ItlRow
+from subten.bench.latency_report import KernelTime, LargestRow, LatencyRow, Profile
+from subten.bench.moe_report import MoERow
 from subten.bench.plots import pictures
-from subten.bench.prefill_report import PrefillRow, prefill_json
+from subten.bench.prefill_report import PrefillRow
 from subten.bench.published import Published
 from subten.bench.publishing import BEGIN, END, publish, with_results
-from subten.bench.report import to_json
+from subten.bench.recording import rows_json
 from subten.errors import StorageError
 
 ROOT = Path(__file__).parents[2]
@@ -64,13 +64,13 @@ ITL = ItlRow("olmoe-1b-7b", "kv2", 131072, 256, 1, 20.0, 2.0, 2.1, 4000, 18.5, 1
 
 @pytest.fixture
 def results(tmp_path: Path, machine) -> Path:
-    (tmp_path / "latency_h200.json").write_bytes(latency_json(machine, STEPS, LARGEST))
+    (tmp_path / "latency_h200.json").write_bytes(rows_json(machine, latency=STEPS, largest=LARGEST))
     (tmp_path / "prefill_h200.json").write_bytes(
-        prefill_json(machine, [PREFILL, PrefillRow("olmoe-1b-7b", "kv2", 0, 1024, note="no")])
+        rows_json(machine, prefill=[PREFILL, PrefillRow("olmoe-1b-7b", "kv2", 0, 1024, note="no")])
     )
-    (tmp_path / "itl_h200.json").write_bytes(itl_json(machine, [ITL]))
-    (tmp_path / "moe_h200.json").write_bytes(moe_json(machine, [MOE]))
-    (tmp_path / "attention_h200.json").write_bytes(to_json(machine, [replace(ROW, mean_key=False)], []))
+    (tmp_path / "itl_h200.json").write_bytes(rows_json(machine, itl=[ITL]))
+    (tmp_path / "moe_h200.json").write_bytes(rows_json(machine, moe=[MOE]))
+    (tmp_path / "attention_h200.json").write_bytes(rows_json(machine, attention=[replace(ROW, mean_key=False)]))
     return tmp_path
 
 
@@ -120,7 +120,7 @@ def test_the_table(results: Path) -> None:
 )
 def test_the_largest_batch_of_those_that_were_measured(tmp_path: Path, machine, p99, expected) -> None:
     steps = [step(batch, "kv2", "fused", ms / 1.02, p99_ms=ms) for batch, ms in p99.items()]
-    (tmp_path / "latency_h200.json").write_bytes(latency_json(machine, steps, []))
+    (tmp_path / "latency_h200.json").write_bytes(rows_json(machine, latency=steps, largest=[]))
     (line,) = (line for line in render(Published.read(tmp_path)).splitlines() if line.startswith("| seed-32b-a7b |"))
     assert line.endswith(f" | {expected} |")
 
@@ -160,7 +160,7 @@ def test_ways_of_a_prompt(results: Path, machine) -> None:
         replace(prompt, tokens=512, us=180.0, peers={}),
         replace(prompt, tokens=512, kernel="unfused", sums="float", us=None),
     ]
-    (results / "moe_prompts_h200.json").write_bytes(moe_json(machine, rows))
+    (results / "moe_prompts_h200.json").write_bytes(rows_json(machine, moe=rows))
     found = Published.read(results)
     text = render(found)
     ways = "triton 16bit fixed | unfused 16bit float | (unfused bf16) | (unfused fp8)"
@@ -182,7 +182,7 @@ def test_a_prompt_beside_a_stream(results: Path) -> None:
 def test_a_step_by_kernels(tmp_path: Path, machine) -> None:
     kernels = [KernelTime("moe_kernel", 32.0, 1500.0), KernelTime("attend", 32.0, 500.0)]
     row = step(1, "kv2", "fused", 2.0, profile=Profile("graph", 64.0, 2000.0, kernels))
-    (tmp_path / "latency_h200.json").write_bytes(latency_json(machine, [row], []))
+    (tmp_path / "latency_h200.json").write_bytes(rows_json(machine, latency=[row], largest=[]))
     text = render(Published.read(tmp_path))
     assert "`seed-32b-a7b`, batch 1, 32k, kv2, fused: 2000 us in 64 launches" in text
     assert "| `moe_kernel` | 1500 | 32 | 75% |" in text
@@ -191,7 +191,7 @@ def test_a_step_by_kernels(tmp_path: Path, machine) -> None:
 def test_what_was_not_measured_has_no_section(tmp_path: Path, machine) -> None:
     assert render(Published.read(tmp_path)) == ""
     assert pictures(Published.read(tmp_path)) == {}
-    (tmp_path / "moe_h200.json").write_bytes(moe_json(machine, [MOE]))
+    (tmp_path / "moe_h200.json").write_bytes(rows_json(machine, moe=[MOE]))
     text = render(Published.read(tmp_path))
     assert [line for line in text.splitlines() if line.startswith("#")] == ["## Results", "### Mixtures of experts"]
 
@@ -199,8 +199,8 @@ def test_what_was_not_measured_has_no_section(tmp_path: Path, machine) -> None:
 def test_runs_of_several_files_are_one(tmp_path: Path, machine) -> None:
     first = [step(1, "kv2", "fused", 3.0), step(8, "kv2", "fused", 4.0)]
     second = [step(1, "kv2", "fused", 2.0), step(8, "kv2", "fused", 0, p50_ms=None, note="the time was over")]
-    (tmp_path / "latency_a_h200.json").write_bytes(latency_json(machine, first, []))
-    (tmp_path / "latency_b_h200.json").write_bytes(latency_json(machine, second, []))
+    (tmp_path / "latency_a_h200.json").write_bytes(rows_json(machine, latency=first, largest=[]))
+    (tmp_path / "latency_b_h200.json").write_bytes(rows_json(machine, latency=second, largest=[]))
     steps = Published.read(tmp_path).steps
     assert [row["p50_ms"] for row in steps.rows] == [2.0, 4.0]
     assert [name for name, _ in steps.runs] == ["latency_a_h200.json", "latency_b_h200.json"]
@@ -210,8 +210,8 @@ def test_times_are_those_without_the_profiler(tmp_path: Path, machine) -> None:
     profile = Profile("graph", 64.0, 2000.0, [KernelTime("moe_kernel", 32.0, 1500.0)])
     plain, profiled = step(1, "kv2", "fused", 2.0), step(1, "kv2", "fused", 9.0, profile=profile)
     for first, second in ((plain, profiled), (profiled, plain)):
-        (tmp_path / "latency_a_h200.json").write_bytes(latency_json(machine, [first], []))
-        (tmp_path / "latency_b_h200.json").write_bytes(latency_json(machine, [second], []))
+        (tmp_path / "latency_a_h200.json").write_bytes(rows_json(machine, latency=[first], largest=[]))
+        (tmp_path / "latency_b_h200.json").write_bytes(rows_json(machine, latency=[second], largest=[]))
         (row,) = Published.read(tmp_path).steps.rows
         assert row["p50_ms"] == 2.0
         assert row["profile"]["us"] == 2000.0
@@ -260,7 +260,7 @@ def test_rows_of_a_file_are_those_of_the_run(results: Path) -> None:
 
 def test_a_remark_is_told(results: Path, machine) -> None:
     disturbed = step(4, "kv2", "fused", 2.5, p99_over_p50=3.0, note="another benchmark ran on this host")
-    (results / "latency_h200.json").write_bytes(latency_json(machine, [*STEPS, disturbed], LARGEST))
+    (results / "latency_h200.json").write_bytes(rows_json(machine, latency=[*STEPS, disturbed], largest=LARGEST))
     text = render(Published.read(results))
     assert r"2.50 / 2.55\*" in text
     assert r"- \* another benchmark ran on this host" in text
@@ -271,7 +271,7 @@ def test_a_remark_is_told(results: Path, machine) -> None:
 def test_a_remark_of_most_is_told_once(results: Path, machine) -> None:
     steps = [replace(row, note="another benchmark ran on this host") for row in STEPS[:2]]
     quiet = step(4, "kv2", "fused", 2.5)
-    (results / "latency_h200.json").write_bytes(latency_json(machine, [*steps, quiet], LARGEST))
+    (results / "latency_h200.json").write_bytes(rows_json(machine, latency=[*steps, quiet], largest=LARGEST))
     text = render(Published.read(results))
     assert "Of all without a star, another benchmark ran on this host." in text
     assert r"- \* nothing else ran on this host" in text
@@ -281,6 +281,6 @@ def test_a_remark_of_most_is_told_once(results: Path, machine) -> None:
 def test_what_has_no_room_is_told_by_the_smallest_batch(results: Path, machine) -> None:
     none = {"p50_ms": None, "p99_ms": None}
     steps = [step(b, "bf16", moe, 0, note=f"{b} GB", **none) for b in (16, 32) for moe in ("fused", "unfused")]
-    (results / "latency_h200.json").write_bytes(latency_json(machine, [STEPS[0], *reversed(steps)], []))
+    (results / "latency_h200.json").write_bytes(rows_json(machine, latency=[STEPS[0], *reversed(steps)], largest=[]))
     text = render(Published.read(results))
     assert "Without a figure:\n\n- `seed-32b-a7b`, 32k, bf16, batch 16, 32: 16 GB\n\n" in text

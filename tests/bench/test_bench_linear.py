@@ -23,10 +23,11 @@ from subten.bench.linear_cases import (
     parse_layer,
     random_weights,
 )
-from subten.bench.linear_report import LinearRow, linear_json, linear_line, linear_table
+from subten.bench.linear_report import LinearRow, linear_line, linear_table
 from subten.bench.model_shapes import SHAPES
 from subten.bench.processes import in_processes
 from subten.bench.published import Published
+from subten.bench.recording import rows_json
 from subten.errors import ParameterError
 from subten.kernels.linear.reference import linear_reference
 from support.interpreter import correct_numbers
@@ -200,9 +201,9 @@ def test_without_a_gpu_one_line_says_so(monkeypatch, capsys) -> None:
 
 def test_a_row_without_a_peer_has_a_line(machine) -> None:
     row = replace(ROW, peer=None, peer_us=None, ratio=None, peers={}, note="torch: no")
-    assert "no peer -" in linear_line(row, 1.0)
-    assert linear_line(row, 1.0).endswith("(torch: no)")
-    assert json.loads(linear_json(machine, [row]))["linear"][0]["ratio"] is None
+    assert "no peer -" in linear_line(row)
+    assert linear_line(row).endswith("(torch: no)")
+    assert json.loads(rows_json(machine, linear=[row]))["linear"][0]["ratio"] is None
     console = Console(width=200, record=True)
     console.print(linear_table([row, MISSING], machine))
     printed = console.export_text()
@@ -214,7 +215,7 @@ def test_the_chosen_kernel_is_published(tmp_path: Path, machine) -> None:
     """Where it has a figure."""
     slower = replace(ROW, kernel="triton", us=12.5)
     other = replace(MISSING, outputs=129), replace(slower, outputs=129)
-    (tmp_path / "linear_h200.json").write_bytes(linear_json(machine, [slower, ROW, *other]))
+    (tmp_path / "linear_h200.json").write_bytes(rows_json(machine, linear=[slower, ROW, *other]))
     text = render(Published.read(tmp_path))
     assert [line for line in text.splitlines() if line.startswith("#")] == ["## Results", "### Linear layers"]
     lines = [line for line in text.splitlines() if line.startswith("| qkv")]

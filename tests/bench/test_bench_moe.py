@@ -15,7 +15,8 @@ from subten.bench.__main__ import app, main
 from subten.bench.moe import MoEBench, Tuned, load_peer, reference, shape_of
 from subten.bench.moe_cases import DEMO, MODELS, MoECase, MoEModel, build_problem, choose_cases, demo_problem
 from subten.bench.moe_kernels import Variant, cut_copy, variants
-from subten.bench.moe_report import MoERow, moe_json, moe_line
+from subten.bench.moe_report import MoERow, moe_line
+from subten.bench.recording import rows_json
 from subten.errors import ParameterError, StorageError
 from subten.kernels.moe import RouterSpec, triton_decode
 from subten.kernels.moe.gluon_plan import GluonMoETuning, plan_gluon_moe
@@ -257,8 +258,8 @@ def test_plans_that_a_tool_found(tmp_path: Path) -> None:
 
 def test_a_row_without_a_peer_has_a_line(machine) -> None:
     row = replace(ROW, peer=None, peer_us=None, ratio=None, peers={})
-    assert "no peer -" in moe_line(row, 1.0)
-    assert json.loads(moe_json(machine, [row]))["moe"][0]["ratio"] is None
+    assert "no peer -" in moe_line(row)
+    assert json.loads(rows_json(machine, moe=[row]))["moe"][0]["ratio"] is None
 
 
 def test_every_option_and_key_is_documented() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from subten.bench.recording import Recorder
 from subten.bench.report import (
     AppendRow,
     AttentionRow,
@@ -19,8 +20,8 @@ from subten.bench.report import (
     crossover_table,
     crossovers,
     row_line,
-    to_json,
 )
+from subten.bench.session import Results
 from subten.bench.shapes import Case, Shape
 from subten.errors import StorageError
 
@@ -77,14 +78,24 @@ def test_one_context_or_no_figure_has_no_crossover() -> None:
     assert crossovers(at({1024: 1.5, 2048: None})) == []
 
 
-def test_json(machine) -> None:
-    content = json.loads(to_json(machine, [ROW, MISSING], [APPEND]))
+def test_rows_are_said_and_saved_as_they_come(
+    machine, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.json"
+    results = Results(Recorder(machine, ResultFile(path), start=100.0))
+    monkeypatch.setattr("time.monotonic", lambda: 112.3)
+    for rows, row in enumerate((ROW, MISSING, APPEND), 1):
+        results.take(row)
+        content = json.loads(path.read_bytes())
+        assert len(content["attention"]) + len(content["kv_append"]) == rows
     assert list(content) == ["machine", "attention", "crossover", "kv_append"]
     assert content["machine"]["read_tb_per_s"] == 2.0
     assert content["attention"][0]["ratio"] == 5.0
     assert content["attention"][0]["fa3_us"] is None
     assert content["attention"][1]["us"] is None
     assert content["kv_append"][0]["us"] == 2.5
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"[  12 s] {line}" for line in (row_line(ROW), row_line(MISSING), append_line(APPEND))]
 
 
 def test_every_key_is_documented(machine) -> None:
@@ -99,13 +110,13 @@ def test_a_row_knows_its_case() -> None:
 
 
 def test_lines() -> None:
-    line = row_line(ROW, 12.3)
-    for text in ("12 s", "8x8x4", "32k", "kv2 gluon + mean key", "50.0 us", "250.0", "5.00", "3.00 TB/s", "75%"):
+    line = row_line(ROW)
+    for text in ("8x8x4", "32k", "kv2 gluon + mean key", "50.0 us", "250.0", "5.00", "3.00 TB/s", "75%"):
         assert text in line
     assert "fa3: not given" in line
-    assert row_line(MISSING, 1.0).endswith("no figure: wrong")
-    assert "2.50 us per layer (append 2.00, codes of 32 layers 16.0)" in append_line(APPEND, 1.0)
-    assert append_line(replace(APPEND, us=None, note="broken"), 1.0).endswith("no figure: broken")
+    assert row_line(MISSING).endswith("no figure: wrong")
+    assert "2.50 us per layer (append 2.00, codes of 32 layers 16.0)" in append_line(APPEND)
+    assert append_line(replace(APPEND, us=None, note="broken")).endswith("no figure: broken")
 
 
 def test_tables_say_what_is_absent(machine) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, perf_counter
 
@@ -16,7 +15,8 @@ from subten.bench.latency import BenchModel, release_memory, undisturbed
 from subten.bench.latency_cases import with_moe
 from subten.bench.latency_report import percentile
 from subten.bench.latency_session import load
-from subten.bench.machine import Machine, describe, first_line, measured_device, require_sound_device
+from subten.bench.machine import describe, first_line, measured_device, require_sound_device
+from subten.bench.recording import Recorder
 from subten.bench.report import ResultFile
 from subten.bench.shapes import context_name, parse_context
 from subten.bench.terminal import announce, names
@@ -206,8 +206,8 @@ def run_itl(
     formats, budgets = [get_format(name) for name in names(kv)], _budgets(budget)
     target = measured_device(device)
     file = None if json_path is None else ResultFile(json_path)
-    machine, rows = describe(target, commit), list[ItlRow]()
-    announce(machine)
+    recorder, rows = Recorder(describe(target, commit), file), list[ItlRow]()
+    announce(recorder.machine)
     for shape in shapes:
         model = load(shape, "channel", target)
         model = replace(model, loaded=with_moe(model.loaded, "fused")[0])
@@ -222,18 +222,10 @@ def run_itl(
                     row = ItlRow(shape, fmt.name, *numbers, budget_ms, note=first_line(failure))
                 release_memory(target)
                 rows.append(row)
-                print(itl_line(row), flush=True)
-                if file is not None:
-                    file.write(itl_json(machine, rows))
+                recorder.take(itl_line(row), itl=rows)
         del model
         release_memory(target)
     return all(row.note is None for row in rows)
-
-
-def itl_json(machine: Machine, rows: Sequence[ItlRow]) -> bytes:
-    """An object with `machine` and `itl`; the keys of a row are its fields."""
-    content = {"machine": asdict(machine), "itl": [asdict(row) for row in rows]}
-    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
 
 
 def itl_line(row: ItlRow) -> str:

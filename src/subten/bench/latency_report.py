@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from subten.bench.machine import Machine
 from subten.bench.shapes import context_name
-from subten.bench.terminal import number
+from subten.bench.terminal import machine_table, number
 from subten.errors import StorageError
 
 
@@ -198,18 +197,8 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
-def latency_json(machine: Machine, rows: Sequence[LatencyRow], largest: Sequence[LargestRow]) -> bytes:
-    """An object with `machine`, `latency` and `largest`; the keys of a row are its fields."""
-    content = {
-        "machine": asdict(machine),
-        "latency": [asdict(row) for row in rows],
-        "largest": [asdict(row) for row in largest],
-    }
-    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
-
-
 def read_latency(path: Path) -> tuple[Machine, list[LatencyRow], list[LargestRow]]:
-    """What `latency_json` was given, of a file that holds it.
+    """The rows of a file of decode steps.
 
     Raises:
         StorageError: there is no such file, or it holds something else.
@@ -230,11 +219,9 @@ def _latency_row(*, profile: Any, **fields: Any) -> LatencyRow:
     return LatencyRow(**fields, profile=profile)
 
 
-def latency_line(row: LatencyRow, seconds: float) -> str:
+def latency_line(row: LatencyRow) -> str:
     """A row as it comes, on one line."""
-    head = (
-        f"[{seconds:4.0f} s] {row.shape:>13} {row.batch:3} x {context_name(row.context):>4} {row.kv:<5} {row.moe:<7}"
-    )
+    head = f"{row.shape:>13} {row.batch:3} x {context_name(row.context):>4} {row.kv:<5} {row.moe:<7}"
     if row.p50_ms is None:
         return f"{head} no figure: {row.note}"
     return (
@@ -245,9 +232,9 @@ def latency_line(row: LatencyRow, seconds: float) -> str:
     ) + (f"  ({row.note})" if row.note else "")
 
 
-def largest_line(row: LargestRow, seconds: float) -> str:
+def largest_line(row: LargestRow) -> str:
     """Likewise."""
-    head = f"[{seconds:4.0f} s] {row.shape:>13} largest at {context_name(row.context)} {row.kv:<5} {row.moe:<7}"
+    head = f"{row.shape:>13} largest at {context_name(row.context)} {row.kv:<5} {row.moe:<7}"
     found = "none" if row.batch is None else f"batch {row.batch}, p99 {number(row.p99_ms, '.2f')} ms"
     beyond = "" if row.next_batch is None else f"; {row.next_batch} takes {number(row.next_p99_ms, '.2f')} ms"
     return f"{head} {found}{beyond}" + (f" ({row.note})" if row.note else "")
@@ -255,17 +242,7 @@ def largest_line(row: LargestRow, seconds: float) -> str:
 
 def latency_table(rows: Sequence[LatencyRow], machine: Machine) -> Table:
     """All rows; notes below."""
-    notes = sorted({row.note for row in rows if row.note})
-    table = Table(
-        title=f"{machine.device}, torch {machine.torch}, Triton {machine.triton}; "
-        f"reads {machine.read_tb_per_s:.2f} TB/s",
-        caption="ms of one decode step. " + "; ".join(notes),
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for name in ("shape", "kv", "moe"):
-        table.add_column(name)
-    columns = (
+    figures = (
         "context",
         "batch",
         "p50",
@@ -279,8 +256,9 @@ def latency_table(rows: Sequence[LatencyRow], machine: Machine) -> Table:
         "GB",
         "bits",
     )
-    for name in columns:
-        table.add_column(name, justify="right")
+    table = machine_table(
+        machine, "ms of one decode step.", (row.note for row in rows), ("shape", "kv", "moe"), figures
+    )
     for row in rows:
         table.add_row(
             row.shape,

@@ -19,7 +19,6 @@ from subten.bench.latency_report import (
     LargestRow,
     LatencyRow,
     largest_line,
-    latency_json,
     latency_line,
     latency_table,
     profile_lines,
@@ -27,6 +26,7 @@ from subten.bench.latency_report import (
 )
 from subten.bench.machine import Machine, describe, first_line, measured_device, require_sound_device
 from subten.bench.random_model import ExpertScales, random_model
+from subten.bench.recording import Recorder
 from subten.bench.report import ResultFile
 from subten.bench.terminal import announce, show
 from subten.engine.loading import choose_dtype, load_model
@@ -44,29 +44,21 @@ _Row = tuple[str, str, str, int, int]
 class LatencyResults:
     """What was measured so far, in this run or in one that it goes on with."""
 
-    machine: Machine
-    file: ResultFile | None
-    start: float
+    recorder: Recorder
     rows: dict[_Row, LatencyRow] = field(default_factory=dict)
     largest: dict[_Cache, LargestRow] = field(default_factory=dict)
 
     def take(self, row: LatencyRow | LargestRow) -> None:
         """Print a row, keep it unless it has no figure and another one does, and save all."""
-        seconds = time.monotonic() - self.start
         if isinstance(row, LatencyRow):
             key = _row_of(row)
             if row.p50_ms is not None or key not in self.rows:
                 self.rows[key] = row
-            print("\n".join([latency_line(row, seconds), *profile_lines(row.profile)]), flush=True)
+            line = "\n".join([latency_line(row), *profile_lines(row.profile)])
         else:
             self.largest[_cache_of(row)] = row
-            print(largest_line(row, seconds), flush=True)
-        if self.file is not None:
-            self.file.write(latency_json(self.machine, list(self.rows.values()), list(self.largest.values())))
-
-    def say(self, text: str) -> None:
-        """A line for people."""
-        print(f"[{time.monotonic() - self.start:4.0f} s] {text}", flush=True)
+            line = largest_line(row)
+        self.recorder.take(line, latency=list(self.rows.values()), largest=list(self.largest.values()))
 
 
 def run_latency(options: LatencyOptions, json: Path | None, commit: str | None) -> bool:
@@ -86,13 +78,13 @@ def run_latency(options: LatencyOptions, json: Path | None, commit: str | None) 
     device = measured_device(options.device)
     before = _before(options, json)
     file = None if json is None else ResultFile(json)
-    results, left = LatencyResults(describe(device, commit), file, start), list(options.cases)
+    results, left = LatencyResults(Recorder(describe(device, commit), file, start)), list(options.cases)
     if before is not None:
         results = _resumed(before, results)
         left = [case for case in left if not _is_there(case, results, options)]
-    announce(results.machine)
+    announce(results.recorder.machine)
     if options.ahead and device.type == "cuda":
-        results.say(compile_steps_ahead(ahead_tasks(left, options), _part(options.seconds)))
+        results.recorder.say(compile_steps_ahead(ahead_tasks(left, options), _part(options.seconds)))
     try:
         for shape, of_shape in groupby(list(left), key=lambda case: case.shape):
             _measure_shape(shape, list(of_shape), options, results, device, left)
@@ -101,7 +93,7 @@ def run_latency(options: LatencyOptions, json: Path | None, commit: str | None) 
         for case in left:
             results.take(missing(case, str(failure)))
     rows = list(results.rows.values())
-    show(latency_table(rows, results.machine))
+    show(latency_table(rows, results.recorder.machine))
     return all(row.p50_ms is not None for row in rows)
 
 
@@ -122,14 +114,14 @@ def _before(options: LatencyOptions, json: Path | None) -> _Before | None:
 def _resumed(before: _Before, results: LatencyResults) -> LatencyResults:
     machine, rows, largest = before
     for name in ("device", "torch", "triton", "driver", "subten", "commit"):
-        then, now = getattr(machine, name), getattr(results.machine, name)
+        then, now = getattr(machine, name), getattr(results.recorder.machine, name)
         if then != now:
             raise ParameterError(
                 f"--resume: the file's {name} is {then}, and this is {now}; measure into another file"
             )
     return replace(
         results,
-        machine=machine,
+        recorder=replace(results.recorder, machine=machine),
         rows={_row_of(row): row for row in rows},
         largest={_cache_of(row): row for row in largest},
     )
@@ -186,7 +178,7 @@ def _measure_shape(
             del left[0]
 
     def out_of_time() -> bool:
-        return options.seconds is not None and time.monotonic() - results.start > options.seconds
+        return options.seconds is not None and results.recorder.seconds > options.seconds
 
     def give_up(given_up: Sequence[LatencyCase], reason: str) -> None:
         for case in given_up:
@@ -197,7 +189,7 @@ def _measure_shape(
         return
     try:
         model = load(shape, options.scales, device)
-        results.say(f"{shape} is there")
+        results.recorder.say(f"{shape} is there")
     except (SubtenError, RuntimeError) as failure:
         if device.type == "cuda":
             require_sound_device(failure)
@@ -206,7 +198,7 @@ def _measure_shape(
     for moe, of_moe in groupby(cases, key=lambda case: case.moe):
         same_experts = list(of_moe)
         try:
-            bench = LatencyBench(results.machine, model, moe, options.wishes, out_of_time)
+            bench = LatencyBench(results.recorder.machine, model, moe, options.wishes, out_of_time)
         except KernelUnavailableError as refusal:
             give_up(same_experts, str(refusal))
             continue

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from subten.bench.machine import Machine
-from subten.bench.terminal import number
+from subten.bench.terminal import machine_table, number
 
 KERNELS = ("gluon", "triton")
 """In order of preference, as they are chosen where they serve."""
@@ -66,15 +64,9 @@ class LinearRow:
         return f"{self.outputs}x{self.inputs}"
 
 
-def linear_json(machine: Machine, rows: Sequence[LinearRow]) -> bytes:
-    """An object with `machine` and `linear`; the keys of a row are its fields."""
-    content = {"machine": asdict(machine), "linear": [asdict(row) for row in rows]}
-    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
-
-
-def linear_line(row: LinearRow, seconds: float) -> str:
+def linear_line(row: LinearRow) -> str:
     """A row as it comes, on one line."""
-    head = f"[{seconds:4.0f} s] {row.layer:>10} {row.size:>12} {row.tokens:2} {row.weights:<4} {row.kernel:<6}"
+    head = f"{row.layer:>10} {row.size:>12} {row.tokens:2} {row.weights:<4} {row.kernel:<6}"
     if row.us is None:
         return f"{head} no figure: {row.note}"
     figures = (
@@ -86,18 +78,13 @@ def linear_line(row: LinearRow, seconds: float) -> str:
 
 def linear_table(rows: Sequence[LinearRow], machine: Machine) -> Table:
     """All rows; notes below."""
-    notes = sorted({row.note for row in rows if row.note})
-    table = Table(
-        title=f"{machine.device}, torch {machine.torch}, Triton {machine.triton}; "
-        f"reads {machine.read_tb_per_s:.2f} TB/s",
-        caption="us of one layer. " + "; ".join(notes),
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+    table = machine_table(
+        machine,
+        "us of one layer.",
+        (row.note for row in rows),
+        ("layer", "size", "weights", "kernel"),
+        ("tokens", "us", "floor", "share", "peer us", "ratio", "error"),
     )
-    for name in ("layer", "size", "weights", "kernel"):
-        table.add_column(name)
-    for name in ("tokens", "us", "floor", "share", "peer us", "ratio", "error"):
-        table.add_column(name, justify="right")
     table.add_column("peer")
     for row in rows:
         table.add_row(

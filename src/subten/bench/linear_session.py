@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from subten.bench.linear import LinearBench, compile_linear_ahead
 from subten.bench.linear_cases import LinearCase, choose_cases
-from subten.bench.linear_report import KERNELS, LinearRow, linear_json, linear_line, linear_table
+from subten.bench.linear_report import KERNELS, LinearRow, linear_line, linear_table
 from subten.bench.machine import describe, require_gpu
+from subten.bench.recording import Recorder
 from subten.bench.report import ResultFile
 from subten.bench.terminal import announce, names, show
 from subten.errors import ParameterError
@@ -55,16 +55,15 @@ def run_linear(options: LinearOptions, json: Path | None, commit: str | None) ->
     """
     device = require_gpu()
     file = None if json is None else ResultFile(json)
-    machine, rows, start = describe(device, commit), list[LinearRow](), time.monotonic()
+    recorder, rows = Recorder(describe(device, commit), file), list[LinearRow]()
+    machine = recorder.machine
     announce(machine)
     note = compile_linear_ahead(options.cases, options.kernels, machine.num_sms)
-    print(f"[{time.monotonic() - start:4.0f} s] {note}", flush=True)
+    recorder.say(note)
     bench = LinearBench(machine, device, options.replays)
     for case in options.cases:
         for row in bench.rows(case, options.kernels):
             rows.append(row)
-            print(linear_line(row, time.monotonic() - start), flush=True)
-            if file is not None:
-                file.write(linear_json(machine, rows))
+            recorder.take(linear_line(row), linear=rows)
     show(linear_table(rows, machine))
     return all(row.us is not None for row in rows)

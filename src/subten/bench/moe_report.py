@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from subten.bench.machine import Machine
-from subten.bench.terminal import number
+from subten.bench.terminal import machine_table, number
 
 
 @dataclass(frozen=True)
@@ -61,18 +59,9 @@ class MoERow:
     note: str | None
 
 
-def moe_json(machine: Machine, rows: Sequence[MoERow]) -> bytes:
-    """An object with `machine` and `moe`; the keys of a row are its fields."""
-    content = {"machine": asdict(machine), "moe": [asdict(row) for row in rows]}
-    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
-
-
-def moe_line(row: MoERow, seconds: float) -> str:
+def moe_line(row: MoERow) -> str:
     """A row as it comes, on one line."""
-    head = (
-        f"[{seconds:4.0f} s] {row.shape:>13} {row.tokens:4} {row.weights:<7} {row.kernel:<7} {row.activations:<5} "
-        f"{row.sums:<5}"
-    )
+    head = f"{row.shape:>13} {row.tokens:4} {row.weights:<7} {row.kernel:<7} {row.activations:<5} {row.sums:<5}"
     if row.us is None:
         return f"{head} no figure: {row.note}"
     figures = (
@@ -85,18 +74,13 @@ def moe_line(row: MoERow, seconds: float) -> str:
 
 def moe_table(rows: Sequence[MoERow], machine: Machine) -> Table:
     """All rows; notes below."""
-    notes = sorted({row.note for row in rows if row.note})
-    table = Table(
-        title=f"{machine.device}, torch {machine.torch}, Triton {machine.triton}; "
-        f"reads {machine.read_tb_per_s:.2f} TB/s",
-        caption="us of one layer. " + "; ".join(notes),
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+    table = machine_table(
+        machine,
+        "us of one layer.",
+        (row.note for row in rows),
+        ("shape", "weights", "kernel", "activations", "sums"),
+        ("tokens", "experts", "us", "floor", "share", "peer us", "ratio", "error"),
     )
-    for name in ("shape", "weights", "kernel", "activations", "sums"):
-        table.add_column(name)
-    for name in ("tokens", "experts", "us", "floor", "share", "peer us", "ratio", "error"):
-        table.add_column(name, justify="right")
     table.add_column("peer")
     for row in rows:
         table.add_row(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,8 @@ from subten.bench.machine import describe, require_gpu
 from subten.bench.moe import MoEBench, Tuned, compile_moe_ahead, load_peer, shape_of
 from subten.bench.moe_cases import MOST_TOKENS, MoECase, choose_cases
 from subten.bench.moe_kernels import Kernel, Variant, variants
-from subten.bench.moe_report import MoERow, moe_json, moe_line, moe_table
+from subten.bench.moe_report import MoERow, moe_line, moe_table
+from subten.bench.recording import Recorder
 from subten.bench.report import ResultFile
 from subten.bench.terminal import announce, names, show
 from subten.errors import ParameterError
@@ -79,7 +79,8 @@ def run_moe(
     file = None if json is None else ResultFile(json)
     others = dict(map(load_peer, peers))
     plans = Tuned() if tuned is None else Tuned.read(tuned)
-    machine, rows, start = describe(device, commit), list[MoERow](), time.monotonic()
+    recorder, rows = Recorder(describe(device, commit), file), list[MoERow]()
+    machine = recorder.machine
     announce(machine)
     launches = dict.fromkeys(
         (replace(case, tokens=case.launch_tokens), variant)
@@ -95,13 +96,11 @@ def run_moe(
             for case, variant in launches
         ]
     )
-    print(f"[{time.monotonic() - start:4.0f} s] {note}", flush=True)
+    recorder.say(note)
     bench = MoEBench(machine, device, others, options.replays, plans)
     for case in options.cases:
         for row in bench.rows(case, options.variants(case)):
             rows.append(row)
-            print(moe_line(row, time.monotonic() - start), flush=True)
-            if file is not None:
-                file.write(moe_json(machine, rows))
+            recorder.take(moe_line(row), moe=rows)
     show(moe_table(rows, machine))
     return all(row.us is not None for row in rows)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from subten.bench.latency_report import Profile
 from subten.bench.machine import Machine
 from subten.bench.shapes import context_name
-from subten.bench.terminal import number
+from subten.bench.terminal import machine_table, number
 
 
 @dataclass(frozen=True)
@@ -62,15 +60,9 @@ class PrefillRow:
     note: str | None = None
 
 
-def prefill_json(machine: Machine, rows: Sequence[PrefillRow]) -> bytes:
-    """An object with `machine` and `prefill`; the keys of a row are its fields."""
-    content = {"machine": asdict(machine), "prefill": [asdict(row) for row in rows]}
-    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
-
-
-def prefill_line(row: PrefillRow, seconds: float) -> str:
+def prefill_line(row: PrefillRow) -> str:
     """A row as it comes, on one line."""
-    head = f"[{seconds:4.0f} s] {row.shape:>13} {row.kv:<5} {row.chunk_size:5} behind {context_name(row.context):>5}"
+    head = f"{row.shape:>13} {row.kv:<5} {row.chunk_size:5} behind {context_name(row.context):>5}"
     if row.p50_ms is None:
         return f"{head} no figure: {row.note}"
     return (
@@ -82,17 +74,13 @@ def prefill_line(row: PrefillRow, seconds: float) -> str:
 
 def prefill_table(rows: Sequence[PrefillRow], machine: Machine) -> Table:
     """All rows; notes below."""
-    notes = sorted({row.note for row in rows if row.note})
-    table = Table(
-        title=f"{machine.device}, torch {machine.torch}, Triton {machine.triton}",
-        caption="A chunk of a prompt behind a context. " + "; ".join(notes),
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+    table = machine_table(
+        machine,
+        "A chunk of a prompt behind a context.",
+        (row.note for row in rows),
+        ("shape", "kv"),
+        ("context", "chunk", "p50 ms", "max", "host", "tok/s", "TFLOP/s", "floor ms", "share"),
     )
-    for name in ("shape", "kv"):
-        table.add_column(name)
-    for name in ("context", "chunk", "p50 ms", "max", "host", "tok/s", "TFLOP/s", "floor ms", "share"):
-        table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             row.shape,

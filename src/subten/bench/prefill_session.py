@@ -12,9 +12,10 @@ from subten.bench.latency import OUT_OF_TIME, release_memory
 from subten.bench.latency_cases import with_moe
 from subten.bench.latency_report import profile_lines
 from subten.bench.latency_session import load
-from subten.bench.machine import Machine, describe, first_line, measured_device, product_rate, require_sound_device
+from subten.bench.machine import describe, first_line, measured_device, product_rate, require_sound_device
 from subten.bench.prefill import PrefillBench, PrefillCase, Prefilling, PrefillWishes
-from subten.bench.prefill_report import PrefillRow, prefill_json, prefill_line, prefill_table
+from subten.bench.prefill_report import PrefillRow, prefill_line, prefill_table
+from subten.bench.recording import Recorder
 from subten.bench.report import ResultFile
 from subten.bench.shapes import parse_context
 from subten.bench.terminal import announce, names, show, token_counts
@@ -80,20 +81,13 @@ class PrefillOptions:
 class _Run:
     """Rows as they come."""
 
-    def __init__(self, machine: Machine, file: ResultFile | None, start: float) -> None:
-        self._machine, self._file, self._start = machine, file, start
-        self.rows: list[PrefillRow] = []
-
-    def seconds(self) -> float:
-        """Since the beginning."""
-        return time.monotonic() - self._start
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.rows = recorder, list[PrefillRow]()
 
     def take(self, row: PrefillRow) -> None:
         """Print a row, keep it, and save all."""
         self.rows.append(row)
-        print("\n".join([prefill_line(row, self.seconds()), *profile_lines(row.profile)]), flush=True)
-        if self._file is not None:
-            self._file.write(prefill_json(self._machine, self.rows))
+        self.recorder.take("\n".join([prefill_line(row), *profile_lines(row.profile)]), prefill=self.rows)
 
 
 def run_prefill(options: PrefillOptions, json: Path | None, commit: str | None) -> bool:
@@ -114,7 +108,7 @@ def run_prefill(options: PrefillOptions, json: Path | None, commit: str | None) 
     machine, rate = describe(device, commit), product_rate(device)
     announce(machine)
     print(f"products reach {rate:.1f} TFLOP/s", flush=True)
-    run = _Run(machine, file, start)
+    run = _Run(Recorder(machine, file, start))
     for shape in options.shapes:
         model = load(shape, "channel", device)
         fused, watched = with_moe(model.loaded, "fused")
@@ -155,7 +149,7 @@ def _measure_format(bench: PrefillBench, fmt: KVFormat, options: PrefillOptions,
             give_up(case, reason)
         return
     for case in fitting:
-        if options.seconds is not None and run.seconds() > options.seconds:
+        if options.seconds is not None and run.recorder.seconds > options.seconds:
             give_up(case, OUT_OF_TIME)
             continue
         try:

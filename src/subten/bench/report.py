@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from subten.bench.machine import Machine
 from subten.bench.shapes import Case, Shape, context_name
-from subten.bench.terminal import number
+from subten.bench.terminal import machine_table, new_table, number
 from subten.errors import StorageError
 
 
@@ -157,17 +154,6 @@ def crossovers(rows: Iterable[AttentionRow]) -> list[Crossover]:
     return found
 
 
-def to_json(machine: Machine, rows: Sequence[AttentionRow], appends: Sequence[AppendRow]) -> bytes:
-    """An object with `machine`, `attention`, `crossover` and `kv_append`; the keys of a row are its fields."""
-    content: Mapping[str, Any] = {
-        "machine": asdict(machine),
-        "attention": [asdict(row) for row in rows],
-        "crossover": [asdict(crossover) for crossover in crossovers(rows)],
-        "kv_append": [asdict(row) for row in appends],
-    }
-    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
-
-
 class ResultFile:
     """A JSON file that grows with the measurements: each `write` replaces it as a whole.
 
@@ -210,9 +196,9 @@ class ResultFile:
 # --- for people ------------------------------------------------------------------------------------------------
 
 
-def row_line(row: AttentionRow, seconds: float) -> str:
+def row_line(row: AttentionRow) -> str:
     """A row as it comes, on one line."""
-    head = f"[{seconds:4.0f} s] {row.case.shape!s:>8} {context_name(row.context):>5} {_name(row):<26}"
+    head = f"{row.case.shape!s:>8} {context_name(row.context):>5} {_name(row):<26}"
     if row.us is None:
         return f"{head} no figure: {row.note}"
     figures = (
@@ -224,9 +210,9 @@ def row_line(row: AttentionRow, seconds: float) -> str:
     return f"{head} {figures}" + (f"  ({row.note})" if row.note else "")
 
 
-def append_line(row: AppendRow, seconds: float) -> str:
+def append_line(row: AppendRow) -> str:
     """A row as it comes, on one line."""
-    head = f"[{seconds:4.0f} s] kv_append batch {row.batch} {row.format}"
+    head = f"kv_append batch {row.batch} {row.format}"
     if row.us is None:
         return f"{head} no figure: {row.note}"
     return (
@@ -237,10 +223,10 @@ def append_line(row: AppendRow, seconds: float) -> str:
 
 def attention_table(rows: Sequence[AttentionRow], machine: Machine) -> Table:
     """All rows; notes below."""
-    notes = sorted({row.note for row in rows if row.note})
-    table = _table(
-        f"{machine.device}, torch {machine.torch}, Triton {machine.triton}; reads {machine.read_tb_per_s:.2f} TB/s",
-        "us of one layer. " + "; ".join(notes),
+    table = machine_table(
+        machine,
+        "us of one layer.",
+        (row.note for row in rows),
         ("shape", "context", "cache"),
         ("us", "16 bit", "ratio", "fa3", "fa3 fp8", "TB/s", "of reading", "error"),
     )
@@ -263,7 +249,7 @@ def attention_table(rows: Sequence[AttentionRow], machine: Machine) -> Table:
 
 def crossover_table(found: Sequence[Crossover]) -> Table:
     """From which context on each kernel is faster than 16 bit."""
-    table = _table("Faster than 16 bit", None, ("shape", "cache"), ("from context", "lowest ratio", "at"))
+    table = new_table("Faster than 16 bit", None, ("shape", "cache"), ("from context", "lowest ratio", "at"))
     for x in found:
         table.add_row(
             str(Shape(x.batch, x.kv_heads, x.group, x.head_dim)),
@@ -278,7 +264,7 @@ def crossover_table(found: Sequence[Crossover]) -> Table:
 def append_table(rows: Sequence[AppendRow]) -> Table:
     """kv_append per layer; notes below."""
     notes = sorted({row.note for row in rows if row.note})
-    table = _table(
+    table = new_table(
         "kv_append, us",
         "; ".join(notes) or None,
         ("batch", "format"),
@@ -294,15 +280,6 @@ def append_table(rows: Sequence[AppendRow]) -> Table:
             str(row.layers),
             number(row.error, ".1e"),
         )
-    return table
-
-
-def _table(title: str, caption: str | None, names: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in names:
-        table.add_column(name)
-    for name in numbers:
-        table.add_column(name, justify="right")
     return table
 
 

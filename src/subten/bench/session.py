@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,8 +11,9 @@ from subten.bench.ahead import compile_ahead, nearest_cases
 from subten.bench.append import BATCHES, measure_append
 from subten.bench.attention import AttentionBench, Wanted
 from subten.bench.kernels import KERNELS
-from subten.bench.machine import Machine, describe, require_gpu
+from subten.bench.machine import describe, require_gpu
 from subten.bench.peers import load_flash_attention_3
+from subten.bench.recording import Recorder
 from subten.bench.report import (
     AppendRow,
     AttentionRow,
@@ -24,7 +24,6 @@ from subten.bench.report import (
     crossover_table,
     crossovers,
     row_line,
-    to_json,
 )
 from subten.bench.shapes import MAIN_CONTEXT, Case, Shape, choose, parse_context
 from subten.bench.terminal import announce, names, show
@@ -118,23 +117,19 @@ class AttentionOptions:
 class Results:
     """What was measured so far."""
 
-    machine: Machine
-    file: ResultFile | None
+    recorder: Recorder
     rows: list[AttentionRow] = field(default_factory=list)
     appends: list[AppendRow] = field(default_factory=list)
-    start: float = field(default_factory=time.monotonic)
 
     def take(self, row: AttentionRow | AppendRow) -> None:
         """Print a row, keep it, and save all."""
-        seconds = time.monotonic() - self.start
         if isinstance(row, AttentionRow):
             self.rows.append(row)
-            print(row_line(row, seconds), flush=True)
+            line = row_line(row)
         else:
             self.appends.append(row)
-            print(append_line(row, seconds), flush=True)
-        if self.file is not None:
-            self.file.write(to_json(self.machine, self.rows, self.appends))
+            line = append_line(row)
+        self.recorder.take(line, attention=self.rows, crossover=crossovers(self.rows), kv_append=self.appends)
 
     @property
     def complete(self) -> bool:
@@ -144,7 +139,7 @@ class Results:
 
     def show(self) -> None:
         """Print the tables."""
-        tables = [attention_table(self.rows, self.machine)]
+        tables = [attention_table(self.rows, self.recorder.machine)]
         found = crossovers(self.rows)
         if found:
             tables.append(crossover_table(found))
@@ -173,15 +168,15 @@ def run_attention(options: AttentionOptions, json: Path | None, fa3: Path | None
     file = None if json is None else ResultFile(json)
     if fa3 is not None:
         load_flash_attention_3(fa3)
-    results = Results(describe(device, commit), file)
-    machine = results.machine
+    results = Results(Recorder(describe(device, commit), file))
+    machine = results.recorder.machine
     announce(machine)
     note = compile_ahead(
         [(case, options.wanted(case)) for case in nearest_cases(options.cases)],
         [Shape(batch, 8, 4) for batch in BATCHES] if options.append else [],
         machine,
     )
-    print(f"[{time.monotonic() - results.start:4.0f} s] {note}", flush=True)
+    results.recorder.say(note)
     bench = AttentionBench(machine, device, fa3 is not None, append_decode)
     if options.append:
         for batch in BATCHES:

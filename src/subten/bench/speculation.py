@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -41,6 +40,7 @@ from subten.agent.speculation.scripted import tokens
 from subten.bench.agent_tasks import KINDS, POLICY, AgentTask, load_tasks
 from subten.bench.host import describe_host
 from subten.bench.report import ResultFile
+from subten.bench.terminal import new_table
 from subten.engine import LLM, AsyncEngine, SamplingParams
 from subten.errors import SubtenError
 
@@ -320,21 +320,21 @@ def _write(file: ResultFile | None, result: Mapping[str, Any]) -> None:
 
 def _table(result: Mapping[str, Any]) -> Table:
     rate = result["settings"]["simulated_ms_per_token"]
-    table = Table(title=f"{result['settings']['tier']} tier, simulated tokens every {rate:g} ms", box=SIMPLE_HEAD)
-    for name in ("plans", "strategy"):
-        table.add_column(name)
-    columns = (
-        "passed",
-        "result, s",
-        "CPU, s",
-        "wasted",
-        "tokens",
-        "wasted",
-        "until denial",
-        *map("<= {} s".format, BUDGETS),
+    table = new_table(
+        f"{result['settings']['tier']} tier, simulated tokens every {rate:g} ms",
+        None,
+        ("plans", "strategy"),
+        (
+            "passed",
+            "result, s",
+            "CPU, s",
+            "wasted",
+            "tokens",
+            "wasted",
+            "until denial",
+            *map("<= {} s".format, BUDGETS),
+        ),
     )
-    for name in columns:
-        table.add_column(name, justify="right")
     for row in result["rows"]:
         table.add_row(
             row["scenario"],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +32,26 @@ def token_counts(option: str, texts: Sequence[str], most: int) -> list[int]:
 def number(x: float | None, spec: str) -> str:
     """A figure in this format; "-" where there is none."""
     return "-" if x is None else f"{x:{spec}}"
+
+
+def new_table(title: str, caption: str | None, names: Sequence[str], numbers: Sequence[str]) -> Table:
+    """An empty table: columns of names, then columns of numbers."""
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(name)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+def machine_table(
+    machine: Machine, caption: str, notes: Iterable[str | None], names: Sequence[str], numbers: Sequence[str]
+) -> Table:
+    """Likewise, under what was measured on and above what there is to be said of its rows."""
+    title = (
+        f"{machine.device}, torch {machine.torch}, Triton {machine.triton}; reads {machine.read_tb_per_s:.2f} TB/s"
+    )
+    return new_table(title, f"{caption} {'; '.join(sorted({note for note in notes if note}))}", names, numbers)
 
 
 def announce(machine: Machine) -> None:
