@@ -17,8 +17,7 @@ from subten.engine.layer_cache import layer_cache
 from subten.engine.loading import LoadedModel
 from subten.engine.usage import CacheUsage
 from subten.formats import KVFormat, PageLayout, get_format
-from subten.kernels.attention import AttentionInputs, PagedAttention, QKNorm
-from subten.kernels.rope import RopeTable
+from subten.kernels.attention import AttentionInputs, Heads, PagedAttention
 from subten.kernels.select import Use, select_attention
 from subten.kvcache import CacheStorage
 from subten.models.decoder import StepInputs
@@ -114,21 +113,9 @@ class _ByFormat:
     def __init__(self, layers: Mapping[int, tuple[PagedAttention, int]]) -> None:
         self._layers = layers
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        inputs: AttentionInputs,
-        *,
-        positions: Tensor,
-        scale: float,
-        norm: QKNorm | None,
-        rope: RopeTable | None,
-    ) -> Tensor:
+    def attend(self, layer: int, heads: Heads, inputs: AttentionInputs, scale: float) -> Tensor:
         attention, place = self._layers[layer]
-        return attention.attend(place, q, k, v, inputs, positions=positions, scale=scale, norm=norm, rope=rope)
+        return attention.attend(place, heads, inputs, scale)
 
     def finish(self, inputs: AttentionInputs) -> None:
         for attention in {id(attention): attention for attention, _ in self._layers.values()}.values():

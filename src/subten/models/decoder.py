@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subten.kernels.attention.inputs import AttentionInputs, QKNorm
+from subten.kernels.attention.inputs import AttentionInputs, Heads, QKNorm
 from subten.kernels.attention.paged import PagedAttention
 from subten.kernels.linear.inputs import LinearWeights, NormWeights
 from subten.kernels.moe.inputs import MoEWeights
@@ -21,6 +21,8 @@ from subten.models.weight_tree import DenseWeights, LayerWeights, ModelWeights
 
 Observer = Callable[[int, Tensor, Tensor, Tensor], None]
 """``observe(layer, q, k, v)`` sees what attention without a cache is given; calibration uses it."""
+
+_Attend = Callable[[int, Heads, AttentionInputs], Tensor]
 
 
 @dataclass(frozen=True)
@@ -81,18 +83,16 @@ class Decoder:
         scores = self.kernels.linear(hidden, self.weights.output, norm=norm, dtype=torch.float32)
         return scores / self.spec.logits_divisor if self.spec.logits_divisor != 1 else scores
 
-    def _layers(self, hidden: Tensor, inputs: StepInputs, attend: Callable[..., Tensor], indices: range) -> Tensor:
+    def _layers(self, hidden: Tensor, inputs: StepInputs, attend: _Attend, indices: range) -> Tensor:
         for index in indices:
             layer = self.weights.layers[index]
-            q, k, v, norm = self._project(hidden, layer)
-            attended = attend(index, q, k, v, norm, inputs)
+            attended = attend(index, self._project(hidden, layer, inputs.positions), inputs.attention)
             hidden = self._back(attended.flatten(1), layer.attention.o, hidden)
             hidden = self._feed_forward(hidden, layer, self._routers[index])
         return hidden
 
-    def _project(self, hidden: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor, Tensor, QKNorm | None]:
-        """Queries [tokens, num_heads, head_dim], keys and values [tokens, num_kv_heads, head_dim]; and the norm of
-        queries and keys, where that is left to attention: it can be where nothing comes between it and RoPE."""
+    def _project(self, hidden: Tensor, layer: LayerWeights, positions: Tensor) -> Heads:
+        """The norm of queries and keys is left to attention where nothing comes between it and RoPE."""
         spec, weights = self.spec.attention, layer.attention
         head_dim, limit = spec.head_dim, spec.clip_qkv
         together = self.kernels.linear(hidden, weights.qkv, norm=self._norm_weights(layer.input_norm))
@@ -106,46 +106,19 @@ class Decoder:
         if limit is not None:
             q, k, v = (tensor.clamp(-limit, limit) for tensor in (q, k, v))
         q, k, v = (tensor.unflatten(1, (-1, head_dim)) for tensor in (q, k, v))
-        return q, k, v, norm
+        return Heads(q, k, v, positions, norm, self.rope)
 
-    def _attend_paged(
-        self,
-        attention: PagedAttention,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        norm: QKNorm | None,
-        inputs: StepInputs,
-    ) -> Tensor:
-        return attention.attend(
-            layer,
-            q,
-            k,
-            v,
-            inputs.attention,
-            positions=inputs.positions,
-            scale=self.spec.attention.scale,
-            norm=norm,
-            rope=self.rope,
-        )
+    def _attend_paged(self, attention: PagedAttention, layer: int, heads: Heads, inputs: AttentionInputs) -> Tensor:
+        return attention.attend(layer, heads, inputs, self.spec.attention.scale)
 
-    def _attend_dense(
-        self,
-        observe: Observer | None,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        norm: QKNorm | None,
-        inputs: StepInputs,
-    ) -> Tensor:
-        if norm is not None:
-            q, k = self._norm_groups(q, k, norm)
-        q, k = self.kernels.rope(q, k, *self.rope.at(inputs.positions))
+    def _attend_dense(self, observe: Observer | None, layer: int, heads: Heads, inputs: AttentionInputs) -> Tensor:
+        q, k = heads.q, heads.k
+        if heads.norm is not None:
+            q, k = self._norm_groups(q, k, heads.norm)
+        q, k = self.kernels.rope(q, k, *self.rope.at(heads.positions))
         if observe is not None:
-            observe(layer, q, k, v)
-        return self.kernels.dense_attention(q, k, v, inputs.attention.query_start, self.spec.attention.scale)
+            observe(layer, q, k, heads.v)
+        return self.kernels.dense_attention(q, k, heads.v, inputs.query_start, self.spec.attention.scale)
 
     def _feed_forward(self, hidden: Tensor, layer: LayerWeights, router: LinearWeights | None) -> Tensor:
         weights, norm = layer.feed_forward, self._norm_weights(layer.post_attention_norm)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from subten.formats import CacheGeometry, PageLayout, get_format
-from subten.kernels.attention import AttentionInputs, LayerCache, PagedAttention, QKNorm
+from subten.kernels.attention import AttentionInputs, Heads, LayerCache, PagedAttention, QKNorm
 from subten.kernels.attention.decode_kernel import DecodeKernel
 from subten.kernels.attention.device_cache import CODED_AHEAD
 from subten.kernels.attention.paged import TorchPagedAttention
@@ -63,9 +63,7 @@ class Memory:
         outputs = []
         for layer in range(LAYERS):
             q, k, v = tokens[:, layer].split([HEADS * GROUP, HEADS, HEADS], dim=1)
-            outputs.append(
-                attention.attend(layer, q, k, v, inputs, positions=positions, scale=0.3, norm=NORM, rope=ROPE)
-            )
+            outputs.append(attention.attend(layer, Heads(q, k, v, positions, NORM, ROPE), inputs, scale=0.3))
         if finish:
             attention.finish(inputs)
         for row, size in sizes.items():
@@ -134,7 +132,7 @@ def test_nothing_of_a_decode_step_is_read_on_the_host() -> None:
     inputs, positions, tokens = memory.inputs({0: 1, 1: 1})
     for layer in range(LAYERS):
         q, k, v = tokens[:, layer].split([HEADS * GROUP, HEADS, HEADS], dim=1)
-        attention.attend(layer, q, k, v, inputs, positions=positions, scale=0.3, norm=NORM, rope=ROPE)
+        attention.attend(layer, Heads(q, k, v, positions, NORM, ROPE), inputs, scale=0.3)
     attention.finish(inputs)
     assert not {"sequences", "parts"} & inputs.__dict__.keys()
 

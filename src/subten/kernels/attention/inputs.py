@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
@@ -58,6 +58,31 @@ class QKNorm:
     q_weight: Tensor
     k_weight: Tensor
     eps: float
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Queries, keys and values of a step's tokens in one layer, and what is still to be done to them.
+
+    Attributes:
+        q: [tokens, num_heads, head_dim]; head h reads KV head h // (num_heads / num_kv_heads).
+        k: [tokens, num_kv_heads, head_dim].
+        v: the same shape.
+        positions: int64 [tokens], of each token in its sequence.
+        norm: of q and k; None where it is done.
+        rope: to rotate q and k, after the norm; None where that is done.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+    norm: QKNorm | None
+    rope: RopeTable | None
+
+    def of(self, rows: Tensor) -> Heads:
+        """Those of some tokens, by int64 indices."""
+        return replace(self, q=self.q[rows], k=self.k[rows], v=self.v[rows], positions=self.positions[rows])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from subten.kernels.attention.append import append_reference
 from subten.kernels.attention.attend import attend_reference
-from subten.kernels.attention.inputs import AttentionInputs, LayerCache, QKNorm
+from subten.kernels.attention.inputs import AttentionInputs, Heads, LayerCache, QKNorm
 from subten.kernels.norm import rms_norm_reference
 from subten.kernels.rope import RopeTable, rope_reference
 
@@ -17,31 +17,14 @@ from subten.kernels.rope import RopeTable, rope_reference
 class PagedAttention(Protocol):
     """Attention of all layers over one cache. Built once, when the cache's memory is allocated."""
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        inputs: AttentionInputs,
-        *,
-        positions: Tensor,
-        scale: float,
-        norm: QKNorm | None,
-        rope: RopeTable | None,
-    ) -> Tensor:
+    def attend(self, layer: int, heads: Heads, inputs: AttentionInputs, scale: float) -> Tensor:
         """Append a step's keys and values to one layer's cache, and attend with its queries.
 
         Args:
             layer: index of the layer.
-            q: [tokens, num_heads, head_dim]; head h reads KV head h // (num_heads / num_kv_heads).
-            k: [tokens, num_kv_heads, head_dim].
-            v: the same shape.
+            heads: of the step's tokens.
             inputs: the batch.
-            positions: int64 [tokens], of each token in its sequence.
             scale: factor of q . k.
-            norm: of q and k, where it is still to be done.
-            rope: to rotate q and k, where that is still to be done; after the norm.
 
         Returns:
             [tokens, num_heads, head_dim] in q's dtype.
@@ -57,22 +40,10 @@ class TorchPagedAttention:
     def __init__(self, caches: Sequence[LayerCache]) -> None:
         self._caches = tuple(caches)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        inputs: AttentionInputs,
-        *,
-        positions: Tensor,
-        scale: float,
-        norm: QKNorm | None,
-        rope: RopeTable | None,
-    ) -> Tensor:
+    def attend(self, layer: int, heads: Heads, inputs: AttentionInputs, scale: float) -> Tensor:
         """See `PagedAttention.attend`."""
-        q, k = norm_and_rotate(q, k, positions, norm, rope)
-        wide = append_reference(k, v, self._caches[layer], inputs)
+        q, k = norm_and_rotate(heads.q, heads.k, heads.positions, heads.norm, heads.rope)
+        wide = append_reference(k, heads.v, self._caches[layer], inputs)
         return attend_reference(q, wide, self._caches[layer], inputs, scale)
 
     def finish(self, inputs: AttentionInputs) -> None:
@@ -82,7 +53,7 @@ class TorchPagedAttention:
 def norm_and_rotate(
     q: Tensor, k: Tensor, positions: Tensor, norm: QKNorm | None, rope: RopeTable | None
 ) -> tuple[Tensor, Tensor]:
-    """q and k after the norm and the rotation that are still to be done; see `PagedAttention.attend`."""
+    """q and k after the norm and the rotation that are still to be done; see `Heads`."""
     if norm is not None:
         q, k = rms_norm_reference(q, norm.q_weight, norm.eps), rms_norm_reference(k, norm.k_weight, norm.eps)
     return (q, k) if rope is None else rope_reference(q, k, *rope.at(positions))

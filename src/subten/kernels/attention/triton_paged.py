@@ -17,13 +17,12 @@ from torch import Tensor
 
 from subten.kernels.attention.decode_kernel import DecodeKernel
 from subten.kernels.attention.device_cache import PagedLayers
-from subten.kernels.attention.inputs import AttentionInputs, LayerCache, QKNorm
+from subten.kernels.attention.inputs import AttentionInputs, Heads, LayerCache
 from subten.kernels.attention.triton_append import DecodeQuery, WideBatch, append_chunk, append_decode
 from subten.kernels.attention.triton_decode import DECODE
 from subten.kernels.attention.triton_encode import encode_leaving
 from subten.kernels.attention.triton_heads import norm_and_rotate_rows
 from subten.kernels.attention.triton_prefill import attend_prefill
-from subten.kernels.rope import RopeTable
 
 AttendPrefill = Callable[[Tensor, WideBatch, PagedLayers, AttentionInputs, float], Tensor]
 """``attend_prefill(q, wide, layer, inputs, scale)``: of chunks, [tokens, num_heads, head_dim] in q's dtype."""
@@ -67,36 +66,21 @@ class TritonPagedAttention:
         self._prepared: dict[tuple[object, ...], tuple[Any, Any]] = {}
         self._captured: dict[tuple[object, ...], tuple[Any, Any]] = {}
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        inputs: AttentionInputs,
-        *,
-        positions: Tensor,
-        scale: float,
-        norm: QKNorm | None,
-        rope: RopeTable | None,
-    ) -> Tensor:
+    def attend(self, layer: int, heads: Heads, inputs: AttentionInputs, scale: float) -> Tensor:
         """See `PagedAttention.attend`."""
         of_layer = self._layers[layer]
         # Every sequence has one token at least: as many tokens as sequences are one for each.
-        if len(q) == len(inputs.context_len):
+        if len(heads.q) == len(inputs.context_len):
             self._decoded = inputs
-            return self._attend_decode(q, k, v, of_layer, inputs, scale, norm, rope)
+            return self._attend_decode(heads, of_layer, inputs, scale)
         decoding, chunks = inputs.parts
         if not len(decoding.rows):
             self._decoded = None
-            return self._attend_chunks(q, k, v, of_layer, inputs, positions, scale, norm, rope)
+            return self._attend_chunks(heads, of_layer, inputs, scale)
         self._decoded = decoding.inputs
-        out = q.new_empty(q.shape)
-        ones, more = decoding.rows, chunks.rows
-        out[ones] = self._attend_decode(q[ones], k[ones], v[ones], of_layer, decoding.inputs, scale, norm, rope)
-        out[more] = self._attend_chunks(
-            q[more], k[more], v[more], of_layer, chunks.inputs, positions[more], scale, norm, rope
-        )
+        out = heads.q.new_empty(heads.q.shape)
+        out[decoding.rows] = self._attend_decode(heads.of(decoding.rows), of_layer, decoding.inputs, scale)
+        out[chunks.rows] = self._attend_chunks(heads.of(chunks.rows), of_layer, chunks.inputs, scale)
         return out
 
     def finish(self, inputs: AttentionInputs) -> None:  # noqa: ARG002
@@ -106,18 +90,17 @@ class TritonPagedAttention:
             if self._decoded is not None and layers.layout.format.recent:
                 encode_leaving(layers, self._decoded)
 
-    def _attend_decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: PagedLayers,
-        inputs: AttentionInputs,
-        scale: float,
-        norm: QKNorm | None,
-        rope: RopeTable | None,
-    ) -> Tensor:
-        query = append_decode(q, k, v, layer, inputs, norm=norm, rope=rope, integer=self._decode.integer_query)
+    def _attend_decode(self, heads: Heads, layer: PagedLayers, inputs: AttentionInputs, scale: float) -> Tensor:
+        query = append_decode(
+            heads.q,
+            heads.k,
+            heads.v,
+            layer,
+            inputs,
+            norm=heads.norm,
+            rope=heads.rope,
+            integer=self._decode.integer_query,
+        )
         return self._decode.attend(query, layer, inputs, scale, *self._plan(query, layer, inputs))
 
     def _plan(self, query: DecodeQuery, layer: PagedLayers, inputs: AttentionInputs) -> tuple[Any, Any]:
@@ -136,18 +119,7 @@ class TritonPagedAttention:
             return self._captured[key]
         return self._prepared[key]
 
-    def _attend_chunks(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: PagedLayers,
-        inputs: AttentionInputs,
-        positions: Tensor,
-        scale: float,
-        norm: QKNorm | None,
-        rope: RopeTable | None,
-    ) -> Tensor:
-        q, k = norm_and_rotate_rows(q, k, positions, norm, rope)
-        wide = append_chunk(k, v, layer, inputs)
+    def _attend_chunks(self, heads: Heads, layer: PagedLayers, inputs: AttentionInputs, scale: float) -> Tensor:
+        q, k = norm_and_rotate_rows(heads.q, heads.k, heads.positions, heads.norm, heads.rope)
+        wide = append_chunk(k, heads.v, layer, inputs)
         return self._prefill(q, wide, layer, inputs, scale)
