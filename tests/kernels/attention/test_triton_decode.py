@@ -393,3 +393,12 @@ def test_the_plan_of_kv2_at_32k(batch: int, kv_heads: int, warps: int, splits: i
     shape = DecodeShape.of(PageLayout(get_format("kv2"), 128), 4)
     plan = plan_decode(shape, False, batch, kv_heads, 512, 132)
     assert (plan.tuning.warps, plan.page_splits) == (warps, splits)
+
+
+@pytest.mark.parametrize(("name", "pages"), [("kv2", 16), ("kv4", 16), ("fp8", 8), ("bf16", 4)])
+def test_two_tiles_a_warp_are_a_split(name: str, pages: int) -> None:
+    """Whatever a tile is: a short context is shared by as many programs as it has work for."""
+    shape = DecodeShape.of(PageLayout(get_format(name), 128), 8)
+    plan = plan_decode(shape, False, 1, 4, 64, 132)
+    assert plan.tuning.warps == 8
+    assert (plan.pages_per_split, plan.page_splits) == (pages, 64 // pages)

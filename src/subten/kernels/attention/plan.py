@@ -20,8 +20,8 @@ _REGISTERS_PER_SM = 65536
 _WAVES = 4
 """Where sequences and heads alone nearly fill the GPU, splits are cut so that this many waves of programs follow
 each other: the last, ragged one then costs at most a quarter more than an even end."""
-_PAGES_PER_WARP = 2
-"""At least, so that the loads of one page overlap the arithmetic of another."""
+_TILES_PER_WARP = 2
+"""At least, so that the loads of one tile overlap the arithmetic of another."""
 
 Grid = Literal["packed", "fp16", "scale"]
 
@@ -152,12 +152,18 @@ def tune_decode(shape: DecodeShape, removed_mean: bool, warps: int = 4) -> Decod
     A tile of `kv2` at head_dim 128 is a page: 64 x 16 words are 16 registers, and with as many for scores, 16 for the
     query, 32 for sums and 8 for each of five numbers per token a thread gets along with 168, twelve warps per
     multiprocessor. Twice the words (`kv4`), or the mean key, take eight.
+
+    Of pages in 16 bit one tile is on its way while another is worked on, 8 KB a warp at head_dim 128: 64 KB of a
+    multiprocessor keep the memory busy. At head_dim 256, or for 32 heads, there are no registers for it.
     """
     words = max(shape.keys.padded_words, shape.values.padded_words)
     tile = max(16, min(PAGE_SIZE, 2048 // words, 512 // shape.heads))
     wide_tile = max(16, min(PAGE_SIZE, 2048 // shape.channels))
     crowded = tile * words > 1024 or shape.channels * shape.heads > 1024 or removed_mean
-    return DecodeTuning(warps, (8 if crowded else 12) // warps, stages=5, tile=tile, wide_tile=wide_tile)
+    stages = 5
+    if shape.keys.grid is None:
+        stages = 3 if shape.channels <= 128 and shape.heads <= 16 else 1
+    return DecodeTuning(warps, (8 if crowded else 12) // warps, stages, tile=tile, wide_tile=wide_tile)
 
 
 @dataclass(frozen=True)
@@ -193,7 +199,8 @@ def plan_decode(
     tuning = tune_decode(shape, removed_mean, warps=8 if FEW_SPLITS * pairs < 2 * num_sms - FEW_SPLITS else 4)
     resident = tuning.programs_per_sm * num_sms
     programs = resident if _WAVES * pairs <= resident else _WAVES * resident
-    pages_per_split = _PAGES_PER_WARP * tuning.warps
+    tile = tuning.wide_tile if shape.keys.grid is None else tuning.tile
+    pages_per_split = max(1, _TILES_PER_WARP * tuning.warps * tile // PAGE_SIZE)
     useful = -(-max_pages // pages_per_split)
     return DecodePlan(max(1, min(programs // pairs, useful)), pages_per_split, tuning)
 

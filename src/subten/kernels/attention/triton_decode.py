@@ -499,13 +499,28 @@ def _wide_query(q, channel, head, scale, SHAPE: tl.constexpr, TUNING: tl.constex
 
 
 @triton.jit
-def _wide_step(wide_q, unit, keys, values, visible, channel, highest, total, result, SHAPE: tl.constexpr):
-    """One tile of tokens in 16 bit, by pointers [lanes, tokens] to keys and values; only what is visible is read."""
+def _wide_step(
+    wide_q,
+    unit,
+    keys,
+    values,
+    visible,
+    channel,
+    highest,
+    total,
+    result,
+    SHAPE: tl.constexpr,
+    APART: tl.constexpr,
+):
+    """One tile of tokens in 16 bit, by pointers [lanes, tokens] to keys and values; only what is visible is read.
+    APART: values are not asked for before keys are done with, which takes fewer registers, and no loop with such a
+    barrier in it is pipelined."""
     mask = visible[:, :, None] & (channel[None, None, :] < SHAPE.head_dim)
     keys = tl.load(keys[:, :, None] + channel[None, None, :], mask=mask, other=0)
     scores = tl.dot(bf16_operand(keys), wide_q)
     weights, decay, highest, total = _softmax_step(scores, unit, visible, highest, total, 0)
-    tl.debug_barrier()
+    if APART:
+        tl.debug_barrier()
     values = tl.load(values[:, :, None] + channel[None, None, :], mask=mask, other=0)
     values = tl.permute(bf16_operand(values), (0, 2, 1))
     return highest, total, tl.dot(values, weights.to(tl.float16), result * decay[:, None, :])
@@ -554,6 +569,7 @@ def _attend_wide_pages(
             total,
             result,
             SHAPE,
+            TUNING.stages == 1,
         )
     part = _this_part()
     share = _store_stats(stats, part, highest, total, unit, head, SHAPE, 0)
@@ -580,7 +596,7 @@ def _attend_window(
             visible &= age < SHAPE.sliding_window
         rows = slot * SHAPE.head_dim
         highest, total, result = _wide_step(
-            wide_q, unit, keys + rows, values + rows, visible, channel, highest, total, result, SHAPE
+            wide_q, unit, keys + rows, values + rows, visible, channel, highest, total, result, SHAPE, True
         )
     part = _this_part()
     share = _store_stats(stats, part, highest, total, unit, head, SHAPE, 0)
