@@ -37,6 +37,14 @@ def test_streams_beside_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "beside it p50" in capsys.readouterr().out
 
 
+def test_a_link_to_the_rows_stays_a_link(tmp_path: Path) -> None:
+    path, link = tmp_path / "rows.json", tmp_path / "link.json"
+    link.symlink_to(path)
+    assert main(["itl", "tiny", *SMALL, "--budget", "none", "--json", str(link)]) == 0
+    assert link.is_symlink()
+    assert len(json.loads(path.read_text())["itl"]) == 1
+
+
 def test_a_prompt_that_takes_too_long_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.json"
     clock = iter(range(10**6))

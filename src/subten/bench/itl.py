@@ -17,7 +17,6 @@ from subten.bench.latency_report import percentile
 from subten.bench.latency_session import load
 from subten.bench.machine import describe, first_line, measured_device, require_sound_device
 from subten.bench.recording import Recorder
-from subten.bench.report import ResultFile
 from subten.bench.shapes import context_name, parse_context
 from subten.bench.terminal import announce, names
 from subten.engine.graphs import GraphRecorder
@@ -32,6 +31,7 @@ from subten.errors import ContextLengthError, ParameterError, SubtenError
 from subten.formats import KVFormat, get_format
 from subten.kvcache import CacheBooks
 from subten.models.spec import DecoderSpec
+from subten.outputs import OutputFile
 
 _STREAM_PROMPT = 256
 _WARM_CHUNKS = 3
@@ -211,7 +211,7 @@ def run_itl(
     for shape in shapes:
         _require_room(shape, wishes, budgets)
     target = measured_device(device)
-    file = None if json_path is None else ResultFile(json_path)
+    file = None if json_path is None else OutputFile(json_path)
     recorder, rows = Recorder(describe(target, commit), file), list[ItlRow]()
     announce(recorder.machine)
     for shape in shapes:
