@@ -229,6 +229,12 @@ def test_fp8_as_it_is_stored(layout: str, leading: tuple[int, ...], tmp_path: Pa
     assert torch.equal(factors, expected)
 
 
+def test_fp8_of_one_output_channel(tmp_path: Path) -> None:
+    codes, scale = fp8.quantise_channels(torch.randn(1, 8))
+    folder = make_folder(tmp_path, {"a.weight": codes, "a.weight_scale": scale})
+    assert torch.equal(open_checkpoint(folder).load_fp8("a.weight")[1], scale[0])
+
+
 def test_what_is_not_fp8_or_has_other_blocks_is_not_kept(tmp_path: Path) -> None:
     codes, scale = fp8.quantise_blocks(torch.randn(48, 33), (16, 32))
     tensors = {"a.weight": codes, "a.weight_scale_inv": scale, "b.weight": torch.ones(3, 3)}

@@ -102,7 +102,7 @@ class SafetensorsFolder:
             raise CheckpointError(f"{self.path}: tensor {name} holds NaN or infinite values; the file is damaged")
         if kind == "channel":
             *leading, _ = tensor.stored.shape
-            scale = scale.expand(leading).contiguous() if scale.numel() == 1 else scale.reshape(leading)
+            scale = scale.reshape(()).expand(leading).contiguous() if scale.numel() == 1 else scale.reshape(leading)
         return codes, scale
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
