@@ -182,7 +182,18 @@ def test_an_unreadable_policy_is_refused(tmp_path: Path) -> None:
         load_policy(tmp_path / "latin.yaml")
 
 
-def test_an_empty_policy_allows_what_is_known(tmp_path: Path) -> None:
-    empty = policy(tmp_path, "")
-    assert judge(empty, "rm -rf x", CWD).verdict is Verdict.ALLOW
-    assert judge(empty, "$X", CWD).verdict is Verdict.ASK
+@pytest.mark.parametrize(
+    "text", ["", "\n", "# deny: rm *\n", "---\n", "{}\n", "rules:\n#  - deny: rm *\n", "rules: []\n"]
+)
+def test_a_policy_that_says_nothing_is_refused(tmp_path: Path, text: str) -> None:
+    """Most likely it is another file than was meant, or a part of one."""
+    with pytest.raises(
+        PolicyError, match=r"policy\.yaml: the policy says nothing, .*`default: allow` where that is meant"
+    ):
+        policy(tmp_path, text)
+
+
+def test_without_rules_what_is_known_is_allowed(tmp_path: Path) -> None:
+    for empty in (policy(tmp_path, "default: allow\n"), Policy()):
+        assert judge(empty, "rm -rf x", CWD).verdict is Verdict.ALLOW
+        assert judge(empty, "$X", CWD).verdict is Verdict.ASK

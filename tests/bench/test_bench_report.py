@@ -13,7 +13,6 @@ from subten.bench.report import (
     AppendRow,
     AttentionRow,
     Crossover,
-    ResultFile,
     append_line,
     append_table,
     attention_table,
@@ -23,7 +22,7 @@ from subten.bench.report import (
 )
 from subten.bench.session import Results
 from subten.bench.shapes import Case, Shape
-from subten.errors import StorageError
+from subten.outputs import OutputFile
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "benchmarks" / "README.md").read_text(encoding="utf-8")
 ROW = AttentionRow(
@@ -82,7 +81,7 @@ def test_rows_are_said_and_saved_as_they_come(
     machine, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "rows.json"
-    results = Results(Recorder(machine, ResultFile(path), start=100.0))
+    results = Results(Recorder(machine, OutputFile(path), start=100.0))
     monkeypatch.setattr("time.monotonic", lambda: 112.3)
     for rows, row in enumerate((ROW, MISSING, APPEND), 1):
         results.take(row)
@@ -133,29 +132,3 @@ def test_other_tables() -> None:
     assert re.search(r"1x8x4 +kv2 gluon \+ mean key +4k +0\.99 +1k", text)
     assert "never" in printed(crossover_table(crossovers(at({1024: 0.5, 4096: 0.6}))))
     assert re.search(r"1 +kv2 +2\.50 +2\.00 +16\.0 +32 +1\.0e-03", printed(append_table([APPEND])))
-
-
-def test_a_result_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text("before")
-    file = ResultFile(path)
-    assert path.read_text() == "before"
-    file.write(b"one")
-    file.write(b"two")
-    assert path.read_bytes() == b"two"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_file_that_can_not_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="can't be written"):
-        ResultFile(tmp_path / "missing" / "rows.json")
-    with pytest.raises(StorageError, match="not a regular file"):
-        ResultFile(tmp_path)
-
-
-def test_a_file_that_can_not_be_replaced_leaves_nothing(tmp_path: Path) -> None:
-    file = ResultFile(tmp_path / "rows.json")
-    (tmp_path / "rows.json").mkdir()
-    with pytest.raises(StorageError, match="can't be written: Is a directory"):
-        file.write(b"one")
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]

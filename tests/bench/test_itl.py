@@ -37,6 +37,14 @@ def test_streams_beside_a_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "beside it p50" in capsys.readouterr().out
 
 
+def test_a_link_to_the_rows_stays_a_link(tmp_path: Path) -> None:
+    path, link = tmp_path / "rows.json", tmp_path / "link.json"
+    link.symlink_to(path)
+    assert main(["itl", "tiny", *SMALL, "--budget", "none", "--json", str(link)]) == 0
+    assert link.is_symlink()
+    assert len(json.loads(path.read_text())["itl"]) == 1
+
+
 def test_a_prompt_that_takes_too_long_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.json"
     clock = iter(range(10**6))
@@ -46,6 +54,40 @@ def test_a_prompt_that_takes_too_long_is_left(tmp_path: Path, monkeypatch: pytes
     (row,) = json.loads(path.read_text())["itl"]
     assert row["prompt_s"] is None
     assert "of 384 tokens of the prompt were computed" in row["note"]
+
+
+def test_streams_last_as_long_as_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.json"
+    monkeypatch.setattr(itl, "_ALONE", 400)
+    arguments = ["--chunk-size", "32", "--budget", "none,0.001", "--streams", "3", "--json", str(path)]
+    assert main(["itl", "tiny", "--prompt", "416", "--device", "cpu", *arguments]) == 0
+    whole, paced = json.loads(path.read_text())["itl"]
+    assert (whole["tokens"], whole["note"]) == (12, None)
+    assert (paced["tokens"], paced["note"]) == (24, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        ("tiny", ["--prompt", "2k"], "--prompt has 2048 tokens, and tiny takes 1024; shorten the prompt"),
+        ("demo-moe", ["--prompt", "2k"], "--prompt has 2048 tokens, and demo-moe takes 1024"),
+        (
+            "tiny",
+            ["--prompt", "1000", "--chunk-size", "2"],
+            "a stream beside this prompt may need 1043 tokens, and tiny takes 1024; "
+            "take a shorter prompt, larger chunks or fewer streams",
+        ),
+    ],
+)
+def test_a_model_without_room_is_refused_before_anything_starts(
+    model: str, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.json"
+    assert main(["itl", model, *SMALL, *arguments, "--json", str(path)]) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.out == ""
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_experts_that_a_chunk_visits_are_part_of_what_is_read(tmp_path: Path) ->
 def test_operations_of_a_chunk() -> None:
     """Counted by hand: linear layers and experts by their weights, attention by pairs of tokens."""
     attention = 64 * 32 * (4 + 2 + 2) + 4 * 32 * 64
-    experts = 6 * 64 + 2 * 3 * 64 * 48 + 3 * 64 * 32
+    experts = 6 * 64 + 2 * 3 * 64 * 48 + 3 * 64 * 32 + 64  # the last is the shared expert's gate
     linear = 2 * 2 * (attention + experts)
     scores = 2 * 64 * 320
     pairs = 4 * 4 * 32 * 2

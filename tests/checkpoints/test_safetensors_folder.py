@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from saved_models import CASES, save_folder, tiny_model
 from tiny_tokenizers import TEXT, train
 from tokenizers import Tokenizer, models
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from subten.checkpoints import fp8, open_checkpoint
 from subten.errors import CheckpointError, UnknownArchitectureError
@@ -148,12 +151,67 @@ def test_fp8_with_one_scale_for_all(tmp_path: Path) -> None:
         assert torch.equal(open_checkpoint(folder).load("a.weight"), codes.float() * 0.5)
 
 
-def test_fp8_nan_is_found(tmp_path: Path) -> None:
-    codes = torch.tensor([[float("nan"), 1.0]]).to(fp8.E4M3)
-    checkpoint = open_checkpoint(make_folder(tmp_path, {"a.weight": codes, "a.weight_scale": torch.ones(1, 1)}))
+@pytest.mark.parametrize("place", [0, 100, 319])
+@pytest.mark.parametrize("nan", [0x7F, 0xFF])
+def test_fp8_nan_is_found(place: int, nan: int, tmp_path: Path) -> None:
+    codes = torch.randn(5, 64).to(fp8.E4M3)
+    codes.view(torch.uint8).view(-1)[place] = nan
+    checkpoint = open_checkpoint(make_folder(tmp_path, {"a.weight": codes, "a.weight_scale": torch.ones(5, 1)}))
     for load in (checkpoint.load, checkpoint.load_fp8):
         with pytest.raises(CheckpointError, match=r"tensor a.weight holds NaN"):
             load("a.weight")
+
+
+def test_every_code_of_fp8_but_nan_is_taken(tmp_path: Path) -> None:
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8).view(2, -1)
+    tensors = {"a.weight": codes.view(fp8.E4M3), "a.weight_scale": torch.ones(2, 1)}
+    found, _ = open_checkpoint(make_folder(tmp_path, tensors)).load_fp8("a.weight")
+    assert torch.equal(found.view(torch.uint8), codes)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_fp8_with_a_scale_that_is_none_is_refused(value: float, tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(3, 8).to(fp8.E4M3), "a.weight_scale": torch.tensor([[1.0], [value], [2.0]])}
+    checkpoint = open_checkpoint(make_folder(tmp_path, tensors))
+    with pytest.raises(CheckpointError, match=r"tensor a.weight_scale holds NaN or infinite values"):
+        checkpoint.load_fp8("a.weight")
+    with pytest.raises(CheckpointError, match=r"tensor a.weight holds NaN or infinite values"):
+        checkpoint.load("a.weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_value_that_is_none_is_found(dtype: torch.dtype, value: float, tmp_path: Path) -> None:
+    for place in (0, 500, 1022):
+        values = torch.randn(1023).to(dtype)
+        values[place] = value
+        folder = make_folder(tmp_path / str(place), {"a.weight": values})
+        with pytest.raises(CheckpointError, match=r"tensor a.weight holds NaN or infinite values"):
+            open_checkpoint(folder).load("a.weight", dtype)
+
+
+class _Made(TorchDispatchMode):
+    """Keeps all tensors that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.tensors += [one for one in tree_leaves(made) if isinstance(one, torch.Tensor)]
+        return made
+
+
+def test_looking_for_nan_makes_no_second_tensor(tmp_path: Path) -> None:
+    codes = torch.randn(100, 64).to(fp8.E4M3)
+    tensors = {"a.weight": codes, "a.weight_scale": torch.ones(100, 1), "b.weight": torch.ones(6400)}
+    checkpoint = open_checkpoint(make_folder(tmp_path, tensors))
+    with _Made() as made:
+        held = {checkpoint.load_fp8("a.weight")[0].untyped_storage().data_ptr()}
+        held.add(checkpoint.load("b.weight").untyped_storage().data_ptr())
+    large = {one.untyped_storage().data_ptr() for one in made.tensors if one.numel() >= 6400}
+    assert large <= held
 
 
 @pytest.mark.parametrize("leading", [(), (3,)])
@@ -169,6 +227,12 @@ def test_fp8_as_it_is_stored(layout: str, leading: tuple[int, ...], tmp_path: Pa
     assert torch.equal(found.view(torch.uint8), codes.view(torch.uint8))
     expected = {"blocks": scale, "one": torch.full(weight.shape[:-1], 0.5)}.get(layout, scale[..., 0])
     assert torch.equal(factors, expected)
+
+
+def test_fp8_of_one_output_channel(tmp_path: Path) -> None:
+    codes, scale = fp8.quantise_channels(torch.randn(1, 8))
+    folder = make_folder(tmp_path, {"a.weight": codes, "a.weight_scale": scale})
+    assert torch.equal(open_checkpoint(folder).load_fp8("a.weight")[1], scale[0])
 
 
 def test_what_is_not_fp8_or_has_other_blocks_is_not_kept(tmp_path: Path) -> None:

@@ -49,6 +49,21 @@ def test_standard_input_is_one_command(
     assert [v["decision"] for v in verdicts(capsys)] == ["ask"]
 
 
+@pytest.mark.parametrize("command", [["check", "ls"], ["run", "--task", "t", "--check", "false"], ["mcp"]])
+def test_a_policy_that_says_nothing_is_refused_everywhere(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("# nothing yet\n")
+    plans = ["--plans", str(tmp_path), "--workspace", str(tmp_path)] if command[0] == "run" else []
+    assert main(["agent", *command, *plans, "--policy", str(empty)]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(
+        f"error: {empty}: the policy says nothing, so it would allow all that is known; it needs "
+    )
+    assert (told.out, told.err.count("\n")) == ("", 1)
+
+
 def test_many_commands(policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     commands = tmp_path / "commands.jsonl"
     commands.write_text('{"name": "a", "command": "ls"}\n\n{"command": "rm -rf /w/v"}\n', encoding="utf-8")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from subten.agent.sandbox import MOST_CLONES
 from subten.agent.sandbox.process import unavailable
 from subten.cli import agent_run
 
@@ -120,7 +121,8 @@ def test_a_person_is_asked(
         (["--log", "/nothing/log"], "/nothing/log can't be written"),
         (["--timeout", "0"], "plan_seconds is 0.0"),
         (["--memory", "1"], "memory_mib is 1"),
-        (["--branches", "0"], "Invalid value for '--branches'"),
+        (["--branches", "0"], "branches is 0; it must be 1 to 64"),
+        (["--branches", "1000000"], "branches is 1000000; it must be 1 to 64"),
         (["--tier", "container"], "Invalid value for '--tier'"),
     ],
 )
@@ -154,6 +156,11 @@ def test_a_local_model_may_fail_and_says_how(subten: Callable[..., Any], workspa
     (workspace / "store.py").unlink()
     result = subten(*given, "--model", model, "--max-tokens", "8", "--branches", "2")
     assert result.err.splitlines()[-1].startswith("error: no plan passed the check: 2 failed (")
+
+
+@pytest.mark.parametrize("command", ["run", "mcp"])
+def test_help_says_how_many_sandboxes_there_may_be(subten: Callable[..., Any], command: str) -> None:
+    assert f"1 to {MOST_CLONES}" in " ".join(subten("agent", command, "--help").out.replace("│", " ").split())
 
 
 def test_no_plan_passes(subten: Callable[..., Any], workspace: Path, policy: list[str]) -> None:

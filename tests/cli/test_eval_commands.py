@@ -106,6 +106,7 @@ def test_layers_measures_on_the_end_of_the_text_that_ships(subten: Run, model: s
         (["retrieval", "MODEL", "--lines", " , "], "give one or more lengths"),
         (["retrieval", "MODEL", "--lines", "9001"], "give one or more lengths from 1 to 9000"),
         (["retrieval", "MODEL", "--trials", "0"], "--trials"),
+        (["retrieval", "no-such-model", "--trials", "1001"], "--trials': Input should be less than or equal to 1000"),
         (["retrieval", "MODEL", "--formats", ""], "--formats is empty"),
         (["retrieval", "MODEL", "--lines", "5", "--prefill", "x"], "window or chunk"),
         (["retrieval", "MODEL", "--json", "missing/rows.json"], "missing/rows.json can't be written"),

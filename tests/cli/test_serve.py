@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -63,6 +64,38 @@ def test_keys_that_can_not_be_read_are_said_before_the_model_is_loaded(subten: C
     assert result.err == "error: the key file nowhere can't be read: No such file or directory\n"
 
 
+def test_keys_are_read_once(subten: Callable[..., Any], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from `--api-key-file <(pass show keys)`, where there is nothing left to be read a second time."""
+    from fastapi.testclient import TestClient
+
+    from subten.server import process
+
+    asked = []
+
+    class Server:
+        def __init__(self, config: Any, *_more: Any) -> None:
+            self._app = config.app
+
+        def run(self, _sockets: Any) -> None:
+            with TestClient(self._app) as client:
+                for key in ("secret", "other"):
+                    answer = client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+                    asked.append(answer.status_code)
+
+    monkeypatch.setattr(process, "_Server", Server)
+    reader, writer = os.pipe()
+    os.write(writer, b"secret\n")
+    os.close(writer)
+    try:
+        result = subten(
+            *("serve", model, "--max-context", "100", "--port", "0"), *("--api-key-file", f"/dev/fd/{reader}")
+        )
+    finally:
+        os.close(reader)
+    assert result.exit_code == 0, result.err
+    assert asked == [200, 401]
+
+
 def test_a_port_that_is_taken_meanwhile_is_an_error(model: str) -> None:
     from subten.engine import LLM
     from subten.errors import ParameterError
@@ -75,7 +108,7 @@ def test_a_port_that_is_taken_meanwhile_is_an_error(model: str) -> None:
         other.bind(sockets[0].getsockname())
         other.listen()
         with pytest.raises(ParameterError, match="nothing can listen"):
-            run(LLM(model, kv="kv2-plain", max_context=100), settings, sockets)
+            run(LLM(model, kv="kv2-plain", max_context=100), settings, sockets, [])
 
 
 def test_all_addresses_of_a_name_have_one_port() -> None:

@@ -4,19 +4,16 @@ import builtins
 import io
 import json
 import math
-import os
 import struct
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from subten.engine import CacheUsage
-from subten.errors import ParameterError, StorageError
+from subten.errors import ParameterError
 from subten.evals.figures import sha256_of_text
-from subten.evals.outputs import OutputFile
 from subten.evals.plot import quality_plot, require_matplotlib
 from subten.evals.quality import FormatQuality, WindowResult
 from subten.evals.report import Run, quality_table, to_json
@@ -153,50 +150,3 @@ def test_without_matplotlib_one_clear_error_says_what_to_install(monkeypatch: py
 def test_a_picture_of_an_unknown_kind_is_one_clear_error() -> None:
     with pytest.raises(ParameterError, match=r"can't be a '\.txt' file; it can be \.png"):
         require_matplotlib(".txt")
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_an_output_is_checked_first_and_appears_whole(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    output = OutputFile(path)
-    assert names(tmp_path) == []
-    output.write(b"[]")
-    assert path.read_bytes() == b"[]"
-    assert names(tmp_path) == ["rows.json"]
-
-
-def test_an_existing_file_is_untouched_until_the_write(tmp_path: Path) -> None:
-    path = tmp_path / "rows.json"
-    path.write_bytes(b"old")
-    link = tmp_path / "link.json"
-    link.symlink_to(path)
-    output = OutputFile(link)
-    assert path.read_bytes() == b"old"
-    output.write(b"new")
-    assert path.read_bytes() == b"new"
-    assert link.is_symlink()
-
-
-@pytest.mark.parametrize("name", ["missing/rows.json", "file/rows.json", "folder", "pipe"])
-def test_where_nothing_can_be_written_is_one_clear_error(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "pipe")
-    before = names(tmp_path)
-    with pytest.raises(StorageError, match=f"{name} can't be written: "):
-        OutputFile(tmp_path / name)
-    assert names(tmp_path) == before
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_debris(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "rows.json"
-    path.write_bytes(b"old")
-    output = OutputFile(path)
-    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(StorageError, match="No space left on device"):
-        output.write(b"new")
-    assert path.read_bytes() == b"old"
-    assert names(tmp_path) == ["rows.json"]

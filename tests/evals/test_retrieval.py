@@ -107,7 +107,8 @@ def test_lists_that_do_not_fit_are_named_with_what_they_take() -> None:
         ([], 2, ParameterError, r"lines is \[\]; give one or more lengths from 1 to 9000"),
         ([0, 5], 2, ParameterError, r"lines is \[0, 5\]"),
         ([9001], 2, ParameterError, r"lines is \[9001\]"),
-        ([5], 0, ParameterError, "trials is 0; it must be 1 or more"),
+        ([5], 0, ParameterError, "trials is 0; it must be 1 to 1000"),
+        ([5], 1001, ParameterError, "trials is 1001; it must be 1 to 1000"),
     ],
 )
 def test_lists_that_can_not_be_written_are_one_clear_error(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -150,6 +153,73 @@ def test_a_process_that_does_not_start_is_started_again(tiny: LoadedModel, monke
         with pytest.raises(openai.InternalServerError):
             live.client().chat.completions.create(**asked, max_tokens=3)
         assert live.client().chat.completions.create(**asked, max_tokens=3).choices
+        live.assert_idle()
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]:
+    """The processes that try schemas, as they have started."""
+    start, found = Grammars._start_probe, list[asyncio.subprocess.Process]()
+
+    async def started(self: Grammars) -> asyncio.subprocess.Process:
+        found.append(await start(self))
+        return found[-1]
+
+    monkeypatch.setattr(Grammars, "_start_probe", started)
+    return found
+
+
+def first_of(probes: list[asyncio.subprocess.Process]) -> asyncio.subprocess.Process:
+    deadline = time.monotonic() + 30
+    while not probes:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return probes[0]
+
+
+def test_a_process_that_was_ended_while_idle_is_replaced(
+    tiny: LoadedModel, probes: list[asyncio.subprocess.Process]
+) -> None:
+    with serving(LLM(tiny, **TINY)) as live:
+        os.kill(first_of(probes).pid, signal.SIGKILL)
+        asked: dict[str, Any] = {"model": live.name, "messages": MESSAGES, "response_format": form(PERSON)}
+        assert live.client().chat.completions.create(**asked, max_tokens=3).choices
+        assert len(probes) == 2
+        live.assert_idle()
+
+
+def test_a_process_that_is_ended_at_work_is_replaced(
+    tiny: LoadedModel, probes: list[asyncio.subprocess.Process]
+) -> None:
+    with serving(LLM(tiny, **TINY), ServerSettings(schema_seconds=30)) as live:
+        pid = first_of(probes).pid
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1, os.kill, (pid, signal.SIGKILL)).start()
+        asked: dict[str, Any] = {"model": live.name, "messages": MESSAGES, "response_format": form(PERSON)}
+        assert live.client().chat.completions.create(**asked, max_tokens=3).choices
+        assert len(probes) == 2
+        live.assert_idle()
+
+
+def test_processes_that_are_ended_again_and_again_are_no_fault_of_the_schema(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, kills = Grammars._start_probe, [signal.SIGKILL, signal.SIGTERM]
+
+    async def started(self: Grammars) -> asyncio.subprocess.Process:
+        process = await start(self)
+        if kills:
+            process.send_signal(kills.pop())
+        return process
+
+    monkeypatch.setattr(Grammars, "_start_probe", started)
+    with serving(LLM(tiny, **TINY)) as live:
+        client = live.client()
+        asked: dict[str, Any] = {"model": live.name, "messages": MESSAGES, "response_format": form(PERSON)}
+        with pytest.raises(openai.InternalServerError, match="was ended twice by something else") as caught:
+            client.chat.completions.create(**asked, max_tokens=3)
+        assert (caught.value.status_code, caught.value.code) == (503, "schema_process")
+        assert client.chat.completions.create(**asked, max_tokens=3).choices
         live.assert_idle()
 
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field
 
 from subten import __version__
 from subten.agent.policy import Decision, Policy, Verdict, judge
-from subten.agent.sandbox import Clone, Limits, MicroVMTemplate, Pool, ProcessTemplate, Template
+from subten.agent.sandbox import Clone, Limits, MicroVMTemplate, Pool, ProcessTemplate, Template, require_clones
 from subten.agent.sandbox.guest.agent import WORKSPACE
 from subten.errors import ParameterError, SandboxError, SubtenError
 
@@ -271,9 +271,11 @@ def serve(
         say: gets a line when everything is ready.
 
     Raises:
-        ParameterError: there is no such tier, fewer than 1 clone, the workspace is no folder, or the port is taken.
+        ParameterError: there is no such tier, not 1 to `MOST_CLONES` clones, the workspace is no folder, or the port
+            is taken.
         SandboxError: no sandbox works.
     """
+    require_clones("--clones", clones)
     listener = None if port is None else _listen(port)
     with open_template(tier, workspace) as template, _ended_by_signals(template), Pool(template, clones) as pool:
         server = build_server(Tools(policy, pool, workspace), clones)

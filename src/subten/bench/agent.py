@@ -20,7 +20,7 @@ from subten.agent.sandbox.figures import measure
 from subten.agent.sandbox.microvm import Accelerator, accelerator, boot, why_no_machine
 from subten.agent.sandbox.process import unavailable
 from subten.bench.host import describe_host
-from subten.bench.report import ResultFile
+from subten.outputs import OutputFile
 
 _COMMAND = (
     "git add -A && git commit -m 'what has changed, and why it had to be done today' && git log --oneline "
@@ -61,7 +61,7 @@ def measure_agent(
 
 def run_agent(clones: int, commands: int, path: Path | None, say: Callable[[str], None], commit: str | None) -> bool:
     """Measure, print and write. Returns whether every tier has its figures."""
-    file = None if path is None else ResultFile(path)
+    file = None if path is None else OutputFile(path)
     result = measure_agent(clones, commands, say, commit)
     for row in result["rows"]:
         if "unavailable" in row:

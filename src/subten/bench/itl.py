@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -17,7 +17,6 @@ from subten.bench.latency_report import percentile
 from subten.bench.latency_session import load
 from subten.bench.machine import describe, first_line, measured_device, require_sound_device
 from subten.bench.recording import Recorder
-from subten.bench.report import ResultFile
 from subten.bench.shapes import context_name, parse_context
 from subten.bench.terminal import announce, names
 from subten.engine.graphs import GraphRecorder
@@ -28,15 +27,19 @@ from subten.engine.request import Request
 from subten.engine.runner import Runner
 from subten.engine.sampling import SamplingParams
 from subten.engine.scheduler import Policy, Scheduler
-from subten.errors import ParameterError, SubtenError
+from subten.errors import ContextLengthError, ParameterError, SubtenError
 from subten.formats import KVFormat, get_format
 from subten.kvcache import CacheBooks
+from subten.models.spec import DecoderSpec
+from subten.outputs import OutputFile
 
 _STREAM_PROMPT = 256
 _WARM_CHUNKS = 3
 """Of a prompt beside the streams before anything is measured: kernels of prompts are compiled by it."""
 _ALONE = 200
 """Tokens of the streams while nothing else runs."""
+_SPARE = 2
+"""Tokens of a stream: the one that its own prompt gives, and one that never comes."""
 _NONE = "none"
 
 
@@ -101,7 +104,7 @@ class _Streams:
 
     def __init__(self, model: BenchModel, fmt: KVFormat, wishes: ItlWishes, budget_ms: float | None) -> None:
         loaded = model.loaded
-        kind = CacheKind.of(loaded, fmt, wishes.prompt)
+        kind = CacheKind.of(loaded, fmt, _context(wishes, loaded.spec, budget_ms))
         layout, batch = kind.layout, wishes.streams + 1
         pages = batch * (layout.pages_for(kind.context) + 1)
         books = CacheBooks(layout, pages, batch)
@@ -161,7 +164,7 @@ def measure_itl(model: BenchModel, shape: str, fmt: KVFormat, wishes: ItlWishes,
         SubtenError: a subclass says what can't be had.
     """
     streams = _Streams(model, fmt, wishes, budget_ms)
-    warm = streams.begin(min(_WARM_CHUNKS * wishes.chunk_size, wishes.prompt // 2), 1)
+    warm = streams.begin(_warm_tokens(wishes), 1)
     streams.gaps(lambda: warm.finish_reason is not None)
     deadline = monotonic() + wishes.seconds
     with undisturbed():
@@ -199,13 +202,16 @@ def run_itl(
 
     Raises:
         ParameterError: a list that makes no sense.
+        ContextLengthError: a model takes fewer tokens than the prompt has, or a stream beside it may need.
         KernelUnavailableError: there is no GPU, or it stopped working.
         StorageError: the file can't be written.
     """
     shapes = model_shapes.chosen_models(models)
     formats, budgets = [get_format(name) for name in names(kv)], _budgets(budget)
+    for shape in shapes:
+        _require_room(shape, wishes, budgets)
     target = measured_device(device)
-    file = None if json_path is None else ResultFile(json_path)
+    file = None if json_path is None else OutputFile(json_path)
     recorder, rows = Recorder(describe(target, commit), file), list[ItlRow]()
     announce(recorder.machine)
     for shape in shapes:
@@ -265,6 +271,33 @@ def _budgets(text: str) -> list[float | None]:
     if not found or any(ms is not None and not ms > 0 for ms in found):
         raise ParameterError(f"--budget is '{text}'; it takes milliseconds or {_NONE}, separated by commas")
     return found
+
+
+def _context(wishes: ItlWishes, spec: DecoderSpec, budget_ms: float | None) -> int:
+    """Tokens of the longest sequence: the prompt, or a stream that must not end before the prompt is computed."""
+    chunk = wishes.chunk_size
+    of_prompts = [_STREAM_PROMPT] * (wishes.streams - 1) + [_warm_tokens(wishes), wishes.prompt - chunk]
+    chunks = sum(-(-tokens // chunk) for tokens in of_prompts)
+    # With a budget, there may be a token behind every layer of a chunk.
+    tokens = _ALONE + chunks * (1 if budget_ms is None else spec.num_layers)
+    return max(wishes.prompt, _STREAM_PROMPT + tokens + _SPARE)
+
+
+def _warm_tokens(wishes: ItlWishes) -> int:
+    return min(_WARM_CHUNKS * wishes.chunk_size, wishes.prompt // 2)
+
+
+def _require_room(shape: str, wishes: ItlWishes, budgets: Sequence[float | None]) -> None:
+    spec = model_shapes.spec_of(shape)
+    room = spec.max_positions
+    if wishes.prompt > room:
+        raise ContextLengthError(f"--prompt has {wishes.prompt} tokens, and {shape} takes {room}; shorten the prompt")
+    longest = max(_context(wishes, spec, budget_ms) for budget_ms in budgets)
+    if longest > room:
+        raise ContextLengthError(
+            f"a stream beside this prompt may need {longest} tokens, and {shape} takes {room}; "
+            "take a shorter prompt, larger chunks or fewer streams"
+        )
 
 
 def _unfinished(prompt: Request, seconds: float) -> str:

@@ -27,10 +27,10 @@ from subten.bench.latency_report import (
 from subten.bench.machine import Machine, describe, first_line, measured_device, require_sound_device
 from subten.bench.random_model import ExpertScales, random_model
 from subten.bench.recording import Recorder
-from subten.bench.report import ResultFile
 from subten.bench.terminal import announce, show
 from subten.engine.loading import choose_dtype, load_model
 from subten.errors import KernelUnavailableError, ParameterError, SubtenError
+from subten.outputs import OutputFile
 
 _AHEAD_SHARE = 0.4
 """Of the time that there is, at most, for compiling ahead."""
@@ -77,7 +77,7 @@ def run_latency(options: LatencyOptions, json: Path | None, commit: str | None) 
     start = time.monotonic()
     device = measured_device(options.device)
     before = _before(options, json)
-    file = None if json is None else ResultFile(json)
+    file = None if json is None else OutputFile(json)
     results, left = LatencyResults(Recorder(describe(device, commit), file, start)), list(options.cases)
     if before is not None:
         results = _resumed(before, results)

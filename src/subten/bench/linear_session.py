@@ -11,9 +11,9 @@ from subten.bench.linear_cases import LinearCase, choose_cases
 from subten.bench.linear_report import KERNELS, LinearRow, linear_line, linear_table
 from subten.bench.machine import describe, require_gpu
 from subten.bench.recording import Recorder
-from subten.bench.report import ResultFile
 from subten.bench.terminal import announce, names, show
 from subten.errors import ParameterError
+from subten.outputs import OutputFile
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run_linear(options: LinearOptions, json: Path | None, commit: str | None) ->
         StorageError: the file can't be written.
     """
     device = require_gpu()
-    file = None if json is None else ResultFile(json)
+    file = None if json is None else OutputFile(json)
     recorder, rows = Recorder(describe(device, commit), file), list[LinearRow]()
     machine = recorder.machine
     announce(machine)

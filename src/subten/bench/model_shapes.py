@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from subten.bench.terminal import names
-from subten.checkpoints import resolve_model
+from subten.checkpoints import open_checkpoint, resolve_model
 from subten.models.families import spec_from_config
 from subten.models.spec import DecoderSpec
 
@@ -92,3 +92,14 @@ def chosen_models(text: str) -> list[str]:
         if name not in SHAPES:
             resolve_model(name)
     return chosen
+
+
+def spec_of(name: str) -> DecoderSpec:
+    """Of a shape, or of a model without its weights.
+
+    Raises:
+        SubtenError: a subclass says what is wrong with the model.
+    """
+    if name in SHAPES:
+        return SHAPES[name]
+    return spec_from_config(open_checkpoint(resolve_model(name)).config)

@@ -13,10 +13,10 @@ from subten.bench.moe_cases import MOST_TOKENS, MoECase, choose_cases
 from subten.bench.moe_kernels import Kernel, Variant, variants
 from subten.bench.moe_report import MoERow, moe_line, moe_table
 from subten.bench.recording import Recorder
-from subten.bench.report import ResultFile
 from subten.bench.terminal import announce, names, show
 from subten.errors import ParameterError
 from subten.kernels.moe.plan import Activations, Sums
+from subten.outputs import OutputFile
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def run_moe(
         StorageError: the file can't be written, or a peer or what was tuned not be loaded.
     """
     device = require_gpu()
-    file = None if json is None else ResultFile(json)
+    file = None if json is None else OutputFile(json)
     others = dict(map(load_peer, peers))
     plans = Tuned() if tuned is None else Tuned.read(tuned)
     recorder, rows = Recorder(describe(device, commit), file), list[MoERow]()

@@ -19,6 +19,7 @@ from subten.errors import NumericalError
 from subten.formats import KVFormat
 from subten.kernels.attention.cost import attention_flops
 from subten.kernels.linear.reference import linear_flops
+from subten.kernels.moe.reference import moe_flops
 from subten.models.spec import DecoderSpec, MoESpec
 
 
@@ -161,8 +162,9 @@ class PrefillBench:
 
 
 def chunk_flops(spec: DecoderSpec, context: int, chunk_size: int) -> int:
-    """Operations of all products of a chunk: of linear layers, of the experts that its tokens visit, of attention to
-    the context and to the tokens before them in the chunk, and of the last token's scores."""
+    """Operations of all products of a chunk: of linear layers, of routers and the experts that its tokens visit (see
+    `moe_flops`), of attention to the context and to the tokens before them in the chunk, and of the last token's
+    scores."""
     attention, hidden = spec.attention, spec.hidden_size
     queries = attention.num_heads * attention.head_dim
     projected = queries + 2 * attention.num_kv_heads * attention.head_dim
@@ -173,7 +175,7 @@ def chunk_flops(spec: DecoderSpec, context: int, chunk_size: int) -> int:
     for block in spec.feed_forwards:
         width = block.intermediate_size
         if isinstance(block, MoESpec):
-            total += linear_flops(chunk_size, hidden, block.router.num_experts)
-            width = block.router.top_k * width + (block.shared_intermediate_size or 0)
-        total += 3 * linear_flops(chunk_size, hidden, width)
+            total += moe_flops(chunk_size, hidden, width, block.router, block.shared_intermediate_size or 0)
+        else:
+            total += 3 * linear_flops(chunk_size, hidden, width)
     return total

@@ -16,11 +16,11 @@ from subten.bench.machine import describe, first_line, measured_device, product_
 from subten.bench.prefill import PrefillBench, PrefillCase, Prefilling, PrefillWishes
 from subten.bench.prefill_report import PrefillRow, prefill_line, prefill_table
 from subten.bench.recording import Recorder
-from subten.bench.report import ResultFile
 from subten.bench.shapes import parse_context
 from subten.bench.terminal import announce, names, show, token_counts
 from subten.errors import ParameterError, SubtenError
 from subten.formats import KVFormat, get_format
+from subten.outputs import OutputFile
 
 LARGEST_CHUNK = 8192
 
@@ -104,7 +104,7 @@ def run_prefill(options: PrefillOptions, json: Path | None, commit: str | None) 
     """
     start = time.monotonic()
     device = measured_device(options.device)
-    file = None if json is None else ResultFile(json)
+    file = None if json is None else OutputFile(json)
     machine, rate = describe(device, commit), product_rate(device)
     announce(machine)
     print(f"products reach {rate:.1f} TFLOP/s", flush=True)

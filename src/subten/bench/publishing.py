@@ -7,8 +7,8 @@ from pathlib import Path
 from subten.bench.article import render
 from subten.bench.plots import pictures
 from subten.bench.published import Published
-from subten.bench.report import ResultFile
 from subten.errors import StorageError
+from subten.outputs import OutputFile
 
 BEGIN, END = "<!-- results: rendered by `subten bench report` -->", "<!-- end of results -->"
 
@@ -24,7 +24,7 @@ def publish(results: Path, docs: Path) -> list[Path]:
     content = {document: with_results(document, render(found)).encode()}
     content |= {docs / name: picture for name, picture in pictures(found).items()}
     for path, written in content.items():
-        ResultFile(path).write(written)
+        OutputFile(path).write(written)
     return list(content)
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from subten.bench.machine import Machine
-from subten.bench.report import ResultFile
+from subten.outputs import OutputFile
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -32,7 +32,7 @@ class Recorder:
     """
 
     machine: Machine
-    file: ResultFile | None
+    file: OutputFile | None
     start: float = field(default_factory=time.monotonic)
 
     @property

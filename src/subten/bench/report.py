@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
 from rich.table import Table
 
 from subten.bench.machine import Machine
 from subten.bench.shapes import Case, Shape, context_name
 from subten.bench.terminal import machine_table, new_table, number
-from subten.errors import StorageError
 
 
 @dataclass(frozen=True)
@@ -152,45 +149,6 @@ def crossovers(rows: Iterable[AttentionRow]) -> list[Crossover]:
         at, lowest = min(ratios, key=lambda pair: pair[1])
         found.append(Crossover(*key, context=faster, lowest_ratio=lowest, lowest_ratio_context=at))
     return found
-
-
-class ResultFile:
-    """A JSON file that grows with the measurements: each `write` replaces it as a whole.
-
-    Raises:
-        StorageError: nothing can be written there.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        if path.exists() and not path.is_file():
-            raise StorageError(f"{path} can't be written: it is not a regular file")
-        self._stage(b"")
-        self._staging.unlink()
-
-    def write(self, content: bytes) -> None:
-        """Put the content in place.
-
-        Raises:
-            StorageError: it can't be written; what was there before is unchanged.
-        """
-        try:
-            self._stage(content)
-            self._staging.replace(self.path)
-        except OSError as error:
-            raise self._refused(error) from error
-        finally:
-            self._staging.unlink(missing_ok=True)
-
-    def _stage(self, content: bytes) -> None:
-        try:
-            self._staging.write_bytes(content)
-        except OSError as error:
-            raise self._refused(error) from error
-
-    def _refused(self, error: OSError) -> StorageError:
-        return StorageError(f"{self.path} can't be written: {error.strerror or error}")
 
 
 # --- for people ------------------------------------------------------------------------------------------------

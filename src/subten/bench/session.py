@@ -17,7 +17,6 @@ from subten.bench.recording import Recorder
 from subten.bench.report import (
     AppendRow,
     AttentionRow,
-    ResultFile,
     append_line,
     append_table,
     attention_table,
@@ -29,6 +28,7 @@ from subten.bench.shapes import MAIN_CONTEXT, Case, Shape, choose, parse_context
 from subten.bench.terminal import announce, names, show
 from subten.errors import ParameterError
 from subten.formats import DEFAULT_FORMAT, KVFormat, get_format
+from subten.outputs import OutputFile
 
 _BESIDE = ("kv4", "fp8", "bf16")
 """Measured at the main context too, unless formats were asked for."""
@@ -165,7 +165,7 @@ def run_attention(options: AttentionOptions, json: Path | None, fa3: Path | None
     # What can only run on a GPU is imported here, behind the question whether there is one.
     from subten.kernels.attention.triton_append import append_decode
 
-    file = None if json is None else ResultFile(json)
+    file = None if json is None else OutputFile(json)
     if fa3 is not None:
         load_flash_attention_3(fa3)
     results = Results(Recorder(describe(device, commit), file))

@@ -39,10 +39,10 @@ from subten.agent.speculation.plan import fenced
 from subten.agent.speculation.scripted import tokens
 from subten.bench.agent_tasks import KINDS, POLICY, AgentTask, load_tasks
 from subten.bench.host import describe_host
-from subten.bench.report import ResultFile
 from subten.bench.terminal import new_table
 from subten.engine import LLM, AsyncEngine, SamplingParams
 from subten.errors import SubtenError
+from subten.outputs import OutputFile
 
 PLANS = 8
 """At most so many for a task, whatever the strategy."""
@@ -130,7 +130,7 @@ def run_speculation(
     """
     tasks = load_tasks(folder)[:most]
     place = _Place(tier, load_policy(folder / POLICY), seconds, seed)
-    file = None if path is None else ResultFile(path)
+    file = None if path is None else OutputFile(path)
     result: dict[str, Any] = {
         "benchmark": "speculation",
         "machine": {**describe_host(commit), "note": note},
@@ -313,7 +313,7 @@ def _median(values: Any) -> float | None:
     return round(statistics.median(listed), 3) if listed else None
 
 
-def _write(file: ResultFile | None, result: Mapping[str, Any]) -> None:
+def _write(file: OutputFile | None, result: Mapping[str, Any]) -> None:
     if file is not None:
         file.write(json.dumps(result, indent=1).encode() + b"\n")
 

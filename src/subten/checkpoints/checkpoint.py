@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -71,10 +72,15 @@ class Checkpoint(Protocol):
 def require_finite(values: torch.Tensor, name: str, path: Path, dtype: torch.dtype) -> torch.Tensor:
     """`values` as `dtype`; CheckpointError naming the tensor where a value is NaN, infinite or out of range."""
     converted = values.to(dtype)
-    if bool(torch.isfinite(converted).all()):
+    if _finite(converted):
         return converted
-    if bool(torch.isfinite(values).all()):
+    if _finite(values):
         raise CheckpointError(
             f"{path}: tensor {name} has values beyond the range of {dtype}; load it as bfloat16 or float32"
         )
     raise CheckpointError(f"{path}: tensor {name} holds NaN or infinite values; the file is damaged")
+
+
+def _finite(values: torch.Tensor) -> bool:
+    """In one pass without a second tensor: the least and the largest value are NaN where any is."""
+    return not values.numel() or all(math.isfinite(end) for end in torch.stack(torch.aminmax(values)).tolist())

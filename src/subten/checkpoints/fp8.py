@@ -25,6 +25,14 @@ DEFAULT_BLOCK = (128, 128)
 _MIN_SCALE = torch.finfo(torch.float32).tiny
 
 
+def has_nan(codes: Tensor) -> bool:
+    """Whether e4m3 codes hold NaN, which are the bytes 7f and ff; there is no infinity. In two passes and without a
+    second tensor: 7f is the largest byte with a sign, ff the largest one without."""
+    return bool(codes.numel()) and (
+        codes.view(torch.int8).amax().item() == 0x7F or codes.view(torch.uint8).amax().item() == 0xFF
+    )
+
+
 def channel_scale_fits(weight: tuple[int, ...], scale: tuple[int, ...]) -> bool:
     """Whether a scale of this shape is one per tensor, or one per output channel, of a weight of that shape."""
     return scale in ((), (1,), weight[:-1], (*weight[:-1], 1))

@@ -98,11 +98,11 @@ class SafetensorsFolder:
             raise CheckpointError(f"{self.path} holds no tensor {name} in FP8")
         codes = _read(tensor.stored)
         scale = require_finite(_read(tensor.scale), tensor.scale.name, self.path, torch.float32)
-        if bool(codes.isnan().any()):
+        if fp8.has_nan(codes):
             raise CheckpointError(f"{self.path}: tensor {name} holds NaN or infinite values; the file is damaged")
         if kind == "channel":
             *leading, _ = tensor.stored.shape
-            scale = scale.expand(leading).contiguous() if scale.numel() == 1 else scale.reshape(leading)
+            scale = scale.reshape(()).expand(leading).contiguous() if scale.numel() == 1 else scale.reshape(leading)
         return codes, scale
 
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -20,7 +20,7 @@ def agent_mcp(
         str | None,
         typer.Option(help="microvm or process (not a VM) [default: microvm where it works, else process]."),
     ] = None,
-    clones: Annotated[int, typer.Option(help="Sandboxes kept ready, and the most that run at a time.")] = 2,
+    clones: Annotated[int, typer.Option(help="Sandboxes kept ready, and the most that run at a time, 1 to 64.")] = 2,
     http: Annotated[
         int | None,
         typer.Option(metavar="PORT", help="Serve streamable HTTP on this port of localhost instead of stdio."),

@@ -64,7 +64,7 @@ def agent_run(
     task: Annotated[str, typer.Option(help="What is wanted, in words.")],
     check: Annotated[str, typer.Option(help="Command that leaves with 0 when it is there, such as 'pytest -q'.")],
     workspace: Annotated[Path, typer.Option(help="Folder to work on; a copy of it goes into sandboxes.")] = Path(),
-    branches: Annotated[int, typer.Option(min=1, help="Plans at a time.")] = 4,
+    branches: Annotated[int, typer.Option(help="Plans at a time, each in a sandbox, 1 to 64.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Times that plans are asked for.")] = 1,
     model: Annotated[str | None, typer.Option(help="Local model, or its name at the --endpoint.")] = None,
     endpoint: Annotated[str | None, typer.Option(help="URL of an OpenAI API, such as http://host:8000/v1.")] = None,

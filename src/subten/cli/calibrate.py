@@ -28,7 +28,7 @@ def calibrate(
     from subten.engine import calibrate as measure
     from subten.engine import load_model, save_calibration
     from subten.engine.calibrate import calibration_path
-    from subten.evals.outputs import OutputFile
+    from subten.outputs import OutputFile
 
     content = None if text is None else read_text(text)
     with progress("loading") as loaded:

@@ -11,8 +11,8 @@ import typer
 from subten.errors import ParameterError
 
 if TYPE_CHECKING:
-    from subten.evals.outputs import OutputFile
     from subten.formats import KVFormat
+    from subten.outputs import OutputFile
 
 Formats = Annotated[str, typer.Option(help="Formats, separated by commas.")]
 Json = Annotated[Path | None, typer.Option(help="Write the rows to this file.")]
@@ -46,8 +46,8 @@ def result_files(
         ParameterError: two of them are the same, or a picture can't be drawn.
         StorageError: one can't be written.
     """
-    from subten.evals.outputs import OutputFile
     from subten.evals.plot import require_matplotlib
+    from subten.outputs import OutputFile
 
     named = {"--text": text, "--json": json, "--plot": plot}
     before: dict[str, str] = {}

@@ -16,7 +16,9 @@ def eval_retrieval(
     model: options.Model,
     formats: Formats = "kv4,kv2",
     lines: Annotated[str, typer.Option(help="Lengths of the lists, separated by commas.")] = "50,100,200,400",
-    trials: Annotated[int, typer.Option(min=1, help="Questions for each length, each about another list.")] = 32,
+    trials: Annotated[
+        int, typer.Option(min=1, max=1000, help="Questions for each length, each about another list.")
+    ] = 32,
     seed: Annotated[int, typer.Option(help="Of the random keys and values.")] = 0,
     sinks: options.Sinks = None,
     recent: options.Recent = None,

@@ -80,8 +80,7 @@ def serve(
     }
     settings = _settings({name: value for name, value in given.items() if value is not None})
     # What is wrong with keys and port is said before a model is loaded.
-    if settings.api_key_file is not None:
-        read_keys(settings.api_key_file)
+    keys = read_keys(settings.api_key_file)
     with listen(settings) as sockets:
         log_json_lines()
         with progress("loading") as loaded:
@@ -103,7 +102,7 @@ def serve(
                 weights=weights,
                 progress=loaded,
             )
-        run(llm, settings, sockets)
+        run(llm, settings, sockets, keys)
 
 
 def _settings(given: dict[str, Any]) -> Any:

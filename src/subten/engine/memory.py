@@ -53,17 +53,15 @@ def plan_pools(
         geometry: the model's cache geometry.
         model_context: positions the model was made for.
         max_context: tokens that one sequence may have, or None.
-        max_batch: sequences at a time.
+        max_batch: sequences at a time, 1 or more: `LLM` checks it before it loads a model.
         sessions: conversations whose states are kept while they are idle; None is a snapshot per sequence.
         cache_bytes: memory to use; None is 80% of what is free.
         device: where the cache will live.
 
     Raises:
         CacheMemoryError: not even one sequence of `max_context` fits; the message says what does.
-        ParameterError: a number outside its range.
+        ParameterError: the model takes no such `max_context`.
     """
-    if max_batch < 1:
-        raise ParameterError(f"max_batch is {max_batch}; it must be 1 or more")
     if max_context is not None and not 1 <= max_context <= model_context:
         raise ParameterError(f"max_context is {max_context}; this model takes 1 to {model_context} tokens")
     budget = int(free_memory(device) * _SHARE_OF_FREE_MEMORY) if cache_bytes is None else cache_bytes

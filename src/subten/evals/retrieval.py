@@ -29,6 +29,8 @@ from subten.evals.metrics import Estimate, common_prefix, mean, proportion, toke
 from subten.evals.quality import Scorer, advancing, finite_scores
 from subten.formats import KVFormat
 
+MOST_TRIALS = 1000
+"""Of a length. All are written and held before the first is asked about, and tell a share to some 3 points."""
 _KEYS, _VALUES = range(1000, 10_000), range(10_000, 100_000)
 
 
@@ -71,16 +73,16 @@ def write_lists(tokenizer: Tokenizer, lines: Sequence[int], trials: int, seed: i
     Args:
         tokenizer: the model's.
         lines: lengths of the lists.
-        trials: questions for each length, each about a list of its own.
+        trials: questions for each length, each about a list of its own; 1 to `MOST_TRIALS`.
         seed: of keys and values.
         context: tokens that list, question and answer may take together; longer lists are omitted.
 
     Raises:
         ContextLengthError: no list fits.
-        ParameterError: no lengths, a length out of range, or no trials.
+        ParameterError: no lengths, a length out of range, or trials out of range.
     """
-    if trials < 1:
-        raise ParameterError(f"trials is {trials}; it must be 1 or more")
+    if not 1 <= trials <= MOST_TRIALS:
+        raise ParameterError(f"trials is {trials}; it must be 1 to {MOST_TRIALS}")
     if not lines or not all(1 <= count <= len(_KEYS) for count in lines):
         raise ParameterError(f"lines is {list(lines)}; give one or more lengths from 1 to {len(_KEYS)}")
     written = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
@@ -24,18 +24,20 @@ from subten.server.settings import ServerSettings
 log = logging.getLogger(__name__)
 
 
-def create_app(llm: LLM, settings: ServerSettings | None = None) -> FastAPI:
+def create_app(llm: LLM, settings: ServerSettings | None = None, keys: Sequence[str] | None = None) -> FastAPI:
     """An application that serves a model.
 
     Args:
         llm: the model with its cache; it belongs to the application from then on, and is closed with it.
         settings: of the server.
+        keys: of who may ask; where there are none, everybody may [default: those of the settings' file].
 
     Raises:
         SubtenError: the key file can't be used.
     """
     settings = settings or ServerSettings()
-    keys = [] if settings.api_key_file is None else read_keys(settings.api_key_file)
+    if keys is None:
+        keys = read_keys(settings.api_key_file)
     service = Service(llm, settings)
     # The pages that FastAPI would serve at /docs load scripts from elsewhere.
     app = FastAPI(title="subten", version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None)

@@ -16,7 +16,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     408: {"model": ErrorBody, "description": "The body did not arrive in time."},
     413: {"model": ErrorBody, "description": "The body is too large."},
     429: {"model": ErrorBody, "description": "Over capacity; Retry-After says when to come back."},
-    503: {"model": ErrorBody, "description": "Shutting down."},
+    503: {"model": ErrorBody, "description": "Shutting down, or short of memory."},
     "default": {"model": ErrorBody, "description": "Any other error."},
 }
 

@@ -18,13 +18,15 @@ GUARDED = "/v1/"
 """Paths below ask for a key. What monitors read, and the page, do not: they show no text of anybody."""
 
 
-def read_keys(path: Path) -> list[str]:
-    """The keys of a file, one per line; empty lines and those that begin with # are left out.
+def read_keys(path: Path | None) -> list[str]:
+    """The keys of a file, one per line; empty lines and those that begin with # are left out. Without a file, none.
 
     Raises:
         ParameterError: there is none, or one has characters that no header can carry.
         StorageError: the file can't be read.
     """
+    if path is None:
+        return []
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError as error:

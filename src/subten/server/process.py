@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
@@ -74,17 +74,17 @@ def _refused(settings: ServerSettings, error: OSError) -> ParameterError:
     )
 
 
-def run(llm: LLM, settings: ServerSettings, sockets: list[socket.socket]) -> None:
-    """Serve at these sockets, those of `listen`, until SIGTERM or SIGINT.
+def run(llm: LLM, settings: ServerSettings, sockets: list[socket.socket], keys: Sequence[str]) -> None:
+    """Serve at the sockets of `listen`, for who has one of the keys of `read_keys`, until SIGTERM or SIGINT.
 
     The first signal begins a drain: requests are refused with 503, `/health` too, and answers that are under way have
     `drain_seconds` to end by themselves. Those that are left, or all at a second signal, end with an error. Then the
     process ends.
 
     Raises:
-        SubtenError: the key file can't be used, or another server has come to listen at the port.
+        ParameterError: another server has come to listen at the port.
     """
-    app = create_app(llm, settings)
+    app = create_app(llm, settings, keys)
     config = uvicorn.Config(
         app,
         host=settings.host,

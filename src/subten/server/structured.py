@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import sys
 from collections import OrderedDict
 from contextlib import suppress
@@ -31,6 +32,8 @@ _KEPT = 64
 """Compiled grammars that are kept for the next request with the same schema."""
 _START_SECONDS = 60.0
 _WAIT_SECONDS = 10.0
+_ENDED_BY_OTHERS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+"""Exit codes; a process that runs out of the memory it may have ends by itself, or aborts."""
 _CONTROL = {True: re.compile(rb"[\x00-\x09\x0b-\x1f]"), False: re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")}
 _PREFIX = re.compile(r"^\[[\d:]+\] \S+: (?:Error: )?")
 
@@ -161,10 +164,37 @@ class Grammars:
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False).compile_structural_tag(text)
 
     async def _try(self, text: str, param: str) -> None:
-        """Compile in the other process.
+        """Compile in the other process; once more in a new one, where something else ends it, such as a kernel that
+        is short of memory.
 
         Raises:
             ApiError: that fails, or takes more time or memory than it may.
+        """
+        answer = await self._ask(text, param) or await self._ask(text, param)
+        if answer is None:
+            raise ApiError(
+                503,
+                "the process that tries schemas was ended twice by something else; is the machine short of memory?",
+                kind="server_error",
+                code="schema_process",
+                headers={"Retry-After": "10"},
+            )
+        result = json.loads(answer)
+        if "error" in result:
+            raise _bad(f"is not supported: {_PREFIX.sub('', result['error']).strip()[:300]}", param)
+        # What of a tool's schema is left out makes arguments that may be wrong; a form that is promised must hold.
+        if result["ignored"] and param == "response_format":
+            raise _bad(f"is not supported: {result['ignored'][:300]}", param)
+        if result["bytes"] > self._settings.grammar_bytes:
+            raise _bad(
+                f"compiles to {result['bytes']} bytes; this server takes {self._settings.grammar_bytes}", param
+            )
+
+    async def _ask(self, text: str, param: str) -> bytes | None:
+        """The line that the other process answers; None where something else has ended it.
+
+        Raises:
+            ApiError: it takes more time or memory than it may.
         """
         await self.start()
         assert self._probe is not None, "a probe is being started"
@@ -177,9 +207,13 @@ class Grammars:
         assert process.stdout is not None
         answered = False
         try:
+            if process.returncode is not None:
+                return None
             process.stdin.write(text.encode() + b"\n")
             answer = await asyncio.wait_for(process.stdout.readline(), self._settings.schema_seconds)
             answered = bool(answer)
+            if not answered and await process.wait() in _ENDED_BY_OTHERS:
+                return None
         except TimeoutError as error:
             raise _bad(
                 f"takes more than {self._settings.schema_seconds:g} s to compile; simplify it", param
@@ -190,16 +224,7 @@ class Grammars:
                 await self.start()
         if not answered:
             raise _bad("takes more memory to compile than this server gives it; simplify it", param)
-        result = json.loads(answer)
-        if "error" in result:
-            raise _bad(f"is not supported: {_PREFIX.sub('', result['error']).strip()[:300]}", param)
-        # What of a tool's schema is left out makes arguments that may be wrong; a form that is promised must hold.
-        if result["ignored"] and param == "response_format":
-            raise _bad(f"is not supported: {result['ignored'][:300]}", param)
-        if result["bytes"] > self._settings.grammar_bytes:
-            raise _bad(
-                f"compiles to {result['bytes']} bytes; this server takes {self._settings.grammar_bytes}", param
-            )
+        return answer
 
     async def _start_probe(self) -> asyncio.subprocess.Process:
         info = await asyncio.to_thread(self._tokenizer_info, False)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+import itertools
 import json
 import os
+import re
+import stat
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from subten.agent.sandbox import Change, Changes, Clone, Entry, Refusal
+from subten.agent.sandbox import Change, Changes, Clone, Entry, Refusal, applying
 from subten.agent.sandbox.workspace import Workspace, gather
 from subten.errors import SandboxError
 
@@ -161,6 +168,163 @@ def test_a_guest_that_sends_no_head(payload: bytes) -> None:
     with pytest.raises(SandboxError, match="broke the protocol"):
         gather([(b"f", payload)], workspace)
     workspace.close()
+
+
+def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """All below a folder, with modes."""
+    found = {}
+    for path in folder.rglob("*"):
+        content = os.fsencode(path.readlink()) if path.is_symlink() else b"" if path.is_dir() else path.read_bytes()
+        found[str(path.relative_to(folder))] = (path.lstat().st_mode, content)
+    return found
+
+
+def every_kind_of_change(folder: Path) -> Changes:
+    """Fills a folder, and changes it in every way that there is."""
+    (folder / "old" / "deep").mkdir(parents=True)
+    (folder / "old" / "deep" / "x").write_bytes(b"goes")
+    (folder / "kept").mkdir(mode=0o755)
+    (folder / "kept" / "y").write_bytes(b"before")
+    (folder / "kept" / "y").chmod(0o640)
+    (folder / "turns").write_bytes(b"a file")
+    (folder / "back").mkdir()
+    (folder / "link").symlink_to("turns")
+    (folder / "repo").mkdir()
+    (folder / "repo" / ".git").touch()
+
+    def file(content: bytes) -> Entry:
+        return Entry("file", 0o644, content)
+
+    empty = Entry("folder", 0o755)
+    return Changes(
+        (
+            Change("back", empty, file(b"a file now")),
+            Change("kept", empty, Entry("folder", 0o700)),
+            Change("kept/y", Entry("file", 0o640, b"before"), Entry("file", 0o755, b"after")),
+            Change("kept/z", None, file(b"new")),
+            Change("link", Entry("link", 0o777, b"turns"), Entry("link", 0o777, b"kept/y")),
+            Change("new", None, empty),
+            Change("new/below", None, empty),
+            Change("new/below/w", None, file(b"new, and deep")),
+            Change("old", empty, None),
+            Change("old/deep", empty, None),
+            Change("old/deep/x", file(b"goes"), None),
+            Change("repo", empty, None),
+            Change("turns", file(b"a file"), empty),
+            Change("turns/inside", None, file(b"where a file was")),
+        )
+    )
+
+
+AFTER = {
+    **{"back": b"a file now", "kept": b"", "kept/y": b"after", "kept/z": b"new", "link": b"kept/y"},
+    **{"new": b"", "new/below": b"", "new/below/w": b"new, and deep"},
+    **{"repo": b"", "repo/.git": b"", "turns": b"", "turns/inside": b"where a file was"},
+}
+
+
+def test_all_kinds_of_changes_are_made(tmp_path: Path) -> None:
+    every_kind_of_change(tmp_path).apply(tmp_path)
+    assert {path: content for path, (_, content) in tree(tmp_path).items()} == AFTER
+    assert stat.S_IMODE((tmp_path / "kept").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "kept" / "y").stat().st_mode) == 0o755
+
+
+class FailingOS:
+    """The module `os`, of which one call in a row of those that write fails."""
+
+    WRITES = frozenset({"fchmod", "fsync", "link", "mkdir", "rename", "rmdir", "symlink", "unlink"})
+
+    def __init__(self, fails: int, *, links: bool = True) -> None:
+        self.left = fails
+        self._links = links
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name == "link" and not self._links:
+            return self._no_link
+        return functools.partial(self._call, real) if name in self.WRITES else real
+
+    def _call(self, real: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        self.left -= 1
+        if self.left == -1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*arguments, **more)
+
+    def _no_link(self, *_arguments: Any, **_more: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_whichever_write_fails_all_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    refused = 0
+    for fails in itertools.count():
+        folder = tmp_path / str(fails)
+        changes = every_kind_of_change(folder)
+        before = tree(folder)
+        failing = FailingOS(fails, links=links)
+        monkeypatch.setattr(applying, "os", failing)
+        try:
+            changes.apply(folder)
+        except SandboxError as error:
+            told = str(error)
+        else:
+            told = ""
+        if failing.left >= 0:
+            break
+        after = tree(folder)
+        if told.endswith("No space left on device; nothing was changed"):
+            refused += 1
+            assert told.startswith("the changes can't be written: ")
+            assert after == before
+        elif told:
+            # The last names to go: all changes have been made by then.
+            assert re.search(r"the changes were made, but .*\.(old|new) can't be removed: No space left", told)
+            assert {path: after[path][1] for path in AFTER} == AFTER
+        else:
+            # A file that can't have a second name is copied.
+            assert {path: content for path, (_, content) in after.items()} == AFTER
+    assert refused > 20
+
+
+def test_what_can_not_be_taken_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "stays").touch()
+
+    def refuse(*_arguments: Any, **_more: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(applying.os, "unlink", refuse)
+    wanted = Changes(
+        (
+            Change("a", None, Entry("file", 0o644, b"")),
+            Change("b", Entry("folder", 0o755), Entry("file", 0o644, b"")),
+        )
+    )
+    with pytest.raises(
+        SandboxError, match=r"written: b: Is a directory; could not be taken back: a, \.\w+\.new, \.\w+\.new$"
+    ):
+        wanted.apply(tmp_path)
+
+
+def test_a_full_disk_leaves_all_as_it_was(tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", full], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        (full / "first").write_bytes(b"before")
+        changes = Changes(
+            (
+                Change("first", Entry("file", 0o644, b"before"), Entry("file", 0o644, b"after" * 1000)),
+                Change("second", None, Entry("file", 0o644, b"x" * 100_000)),
+            )
+        )
+        with pytest.raises(SandboxError, match=r"second: No space left on device; nothing was changed"):
+            changes.apply(full)
+        assert {path.name: path.read_bytes() for path in full.iterdir()} == {"first": b"before"}
+    finally:
+        subprocess.run(["umount", full], check=True)
 
 
 def test_a_failed_write_leaves_no_draft(tmp_path: Path) -> None:

@@ -403,5 +403,7 @@ def test_options_are_checked(process_template: ProcessTemplate, tmp_path: Path, 
     assert refused("--tier", "vm") == "error: --tier is 'vm'; it must be microvm or process"
     missing = tmp_path / "none"
     assert refused("--workspace", str(missing)) == f"error: --workspace is '{missing}'; it must be a folder"
-    assert "a pool of 0 clones" in refused("--tier", "process", "--clones", "0")
+    for clones in ("0", "65"):
+        said = refused("--tier", "process", "--clones", clones)
+        assert said == f"error: --clones is {clones}; it must be 1 to 64, as each takes the memory of a sandbox"
     assert refused("--http", "70000") == "error: --http is 70000; a port is at most 65535"

@@ -387,7 +387,8 @@ def test_no_torch_is_needed(module: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"branches": 0}, "branches is 0"),
+        ({"branches": 0}, "branches is 0; it must be 1 to 64"),
+        ({"branches": 65}, "branches is 65; it must be 1 to 64, as each takes the memory of a sandbox"),
         ({"rounds": 0}, "rounds is 0"),
         ({"parallel": 0}, "parallel is 0"),
         ({"plan_seconds": 0}, "plan_seconds is 0"),

@@ -21,10 +21,11 @@ _LINE = "__line__"
 
 
 def load_policy(path: Path) -> Policy:
-    """The policy of a YAML file with the keys `rules`, `protect_paths`, `default` and `opaque`, all optional.
+    """The policy of a YAML file with the keys `rules`, `protect_paths`, `default` and `opaque`, one of them at least.
 
     Raises:
-        PolicyError: it can't be read, has other keys or values, or a rule contradicts its examples; with the line.
+        PolicyError: it can't be read, says nothing, has other keys or values, or a rule contradicts its examples;
+            with the line.
         ExtraMissingError: PyYAML, or the package for conditions, is not installed.
     """
     content = _read_yaml(path)
@@ -42,8 +43,14 @@ def load_policy(path: Path) -> Policy:
     rules = content.get("rules") or []
     if not isinstance(rules, list):
         raise PolicyError(f"{path}: rules must be a list, each item with deny, ask, allow or import")
+    read = tuple(rule for item in rules for rule in _rules(item, path))
+    if not (read or paths or "default" in content or "opaque" in content):
+        raise PolicyError(
+            f"{path}: the policy says nothing, so it would allow all that is known; it needs rules, protect_paths, "
+            "default or opaque (`default: allow` where that is meant)"
+        )
     return Policy(
-        rules=tuple(rule for item in rules for rule in _rules(item, path)),
+        rules=read,
         protect_paths=tuple(paths),
         default=_verdict(content, "default", Verdict.ALLOW, path),
         opaque=_verdict(content, "opaque", Verdict.ASK, path),

@@ -6,10 +6,11 @@ A template is prepared once, with a copy of a folder; its clones are started in 
 from subten.agent.sandbox.changes import Change, Changes, Entry, Refusal
 from subten.agent.sandbox.interface import Clone, Limits, Output, Result, Template
 from subten.agent.sandbox.microvm import MicroVMTemplate, build_image, find_image
-from subten.agent.sandbox.pool import Pool
+from subten.agent.sandbox.pool import MOST_CLONES, Pool, require_clones
 from subten.agent.sandbox.process import ProcessTemplate
 
 __all__ = [
+    "MOST_CLONES",
     "Change",
     "Changes",
     "Clone",
@@ -24,4 +25,5 @@ __all__ = [
     "Template",
     "build_image",
     "find_image",
+    "require_clones",
 ]

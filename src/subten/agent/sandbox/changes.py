@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+from subten.agent.sandbox.applying import goes, make_changes, parent_of
 from subten.errors import SandboxError
-
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
@@ -84,54 +81,36 @@ class Changes:
         return "".join(line for change in self.changed for line in _diff(change))
 
     def apply(self, folder: Path) -> None:
-        """Make the same changes in a real folder.
+        """Make the same changes in a real folder, all of them or none.
 
         Nothing is written unless all paths there are still as they were in the workspace. No link on the way to a
         file is followed, a file is replaced in one step, and modes carry no set-user-ID or sticky bits.
 
         Raises:
-            SandboxError: something there is different by now, or a link leads out; or it can't be written.
+            SandboxError: something there is different by now, or a link leads out; or it can't be written, and what
+                was written has been taken back, or is named.
         """
         try:
             root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise SandboxError(f"{folder} can't be opened: {error.strerror or error}") from error
         try:
+            become_folders = {change.path for change in self.changed if goes(change) and _is_folder(change.after)}
             for change in self.changed:
-                _require_unchanged(root, change)
-            # What goes, deepest first, makes room for what comes, topmost first.
-            for change in sorted(self.changed, key=lambda change: change.path, reverse=True):
-                if change.before is not None and _goes(change):
-                    _remove(root, change.path, change.before)
-            for change in sorted(self.changed, key=lambda change: change.path):
-                if change.after is not None:
-                    _write(root, change.path, change.after)
-        except OSError as error:
-            raise SandboxError(f"the changes can't be written to {folder}: {error}") from error
+                # Nothing can be below what is a file or a link until then.
+                if change.before is not None or become_folders.isdisjoint(_above(change.path)):
+                    _require_unchanged(root, change)
+            make_changes(root, self.changed)
         finally:
             os.close(root)
 
 
-def _goes(change: Change) -> bool:
-    """Whether what was there must be removed first; a file is replaced by a file in one step."""
-    assert change.before is not None
-    kept = change.after is not None and "folder" not in (change.before.kind, change.after.kind)
-    same_folder = change.after is not None and change.before.kind == change.after.kind == "folder"
-    return not kept and not same_folder
+def _is_folder(entry: Entry | None) -> bool:
+    return entry is not None and entry.kind == "folder"
 
 
-@contextlib.contextmanager
-def _parent(root: int, path: str) -> Iterator[int]:
-    """The folder that holds a path, opened name by name; a link on the way is an error."""
-    here = os.dup(root)
-    try:
-        for name in path.split("/")[:-1]:
-            below = os.open(name, _FOLDER, dir_fd=here)
-            os.close(here)
-            here = below
-        yield here
-    finally:
-        os.close(here)
+def _above(path: str) -> Iterator[str]:
+    return map(str, PurePosixPath(path).parents)
 
 
 def read_entry(folder: int, name: str) -> Entry | None:
@@ -157,7 +136,7 @@ def read_entry(folder: int, name: str) -> Entry | None:
 
 def _require_unchanged(root: int, change: Change) -> None:
     try:
-        with _parent(root, change.path) as folder:
+        with parent_of(root, change.path) as folder:
             now = read_entry(folder, change.path.rsplit("/", 1)[-1])
     except FileNotFoundError:
         now = None
@@ -170,43 +149,6 @@ def _require_unchanged(root: int, change: Change) -> None:
         now and before and (now.kind, now.content) != (before.kind, before.content)
     ):
         raise SandboxError(f"{change.path} has changed since the sandbox was made; nothing was written")
-
-
-def _remove(root: int, path: str, before: Entry) -> None:
-    with _parent(root, path) as folder:
-        name = path.rsplit("/", 1)[-1]
-        if before.kind != "folder":
-            os.unlink(name, dir_fd=folder)
-            return
-        # It may hold what was never exported, such as .git: that stays.
-        with contextlib.suppress(OSError):
-            os.rmdir(name, dir_fd=folder)
-
-
-def _write(root: int, path: str, entry: Entry) -> None:
-    with _parent(root, path) as folder:
-        name = path.rsplit("/", 1)[-1]
-        if entry.kind == "folder":
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o777, dir_fd=folder)
-            below = os.open(name, _FOLDER, dir_fd=folder)
-            os.fchmod(below, entry.mode & 0o777)
-            os.close(below)
-            return
-        draft = f".{secrets.token_hex(8)}.new"
-        try:
-            if entry.kind == "link":
-                os.symlink(entry.content, draft, dir_fd=folder)
-            else:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-                with os.fdopen(os.open(draft, flags, 0o600, dir_fd=folder), "wb") as file:
-                    file.write(entry.content)
-                    os.fchmod(file.fileno(), entry.mode & 0o777)
-            os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
-        except OSError:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(draft, dir_fd=folder)
-            raise
 
 
 # The diff

@@ -14,6 +14,22 @@ from typing import Self
 from subten.agent.sandbox.interface import Clone, Template
 from subten.errors import ParameterError, SandboxError
 
+MOST_CLONES = 64
+"""Of a pool, and plans at a time. A microVM that has run one command takes some 90 MiB and may grow to all of its
+memory; a pool keeps as many ready as are in use. A model's server gets as many requests at once."""
+
+
+def require_clones(name: str, count: int) -> None:
+    """Check a number of clones.
+
+    Raises:
+        ParameterError: it is not 1 to `MOST_CLONES`.
+    """
+    if not 1 <= count <= MOST_CLONES:
+        raise ParameterError(
+            f"{name} is {count}; it must be 1 to {MOST_CLONES}, as each takes the memory of a sandbox"
+        )
+
 
 class Pool:
     """Some clones of one template, replaced in the background as they are taken. Safe to use from several threads."""
@@ -23,10 +39,12 @@ class Pool:
 
         Args:
             template: what they are clones of; it must outlive the pool.
-            size: how many are kept ready, at least 1.
+            size: how many are kept ready, 1 to `MOST_CLONES`.
+
+        Raises:
+            ParameterError: it is another size.
         """
-        if size < 1:
-            raise ParameterError(f"a pool of {size} clones keeps nothing ready; it must be at least 1")
+        require_clones("the size of a pool", size)
         self._template = template
         self._size = size
         self._ready: deque[Clone] = deque()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from subten.agent.sandbox import require_clones
 from subten.errors import ParameterError
 
 
@@ -12,7 +13,7 @@ class Options:
     """How a run searches.
 
     Attributes:
-        branches: candidates of a round.
+        branches: candidates of a round, 1 to `MOST_CLONES` of the sandboxes.
         rounds: at most so many.
         parallel: plans that run at a time; None is `branches`.
         plan_seconds: that a plan may run.
@@ -42,7 +43,8 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("branches", "rounds", "max_tokens", "parallel"):
+        require_clones("branches", self.branches)
+        for name in ("rounds", "max_tokens", "parallel"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ParameterError(f"{name} is {value}; it must be 1 or more")

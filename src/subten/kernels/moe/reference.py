@@ -86,7 +86,8 @@ def moe_flops(
     router: RouterSpec,
     shared_intermediate_size: int = 0,
 ) -> int:
-    """The matrix products of the router, of `top_k` experts per token, and of the shared expert (0: none)."""
+    """The matrix products of the router, of `top_k` experts per token, of the shared expert (0: none) and its gate.
+    Not what is done to single elements: SwiGLU's product, shares and sums."""
     expert = 6 * hidden_size * intermediate_size
     shared = 6 * hidden_size * shared_intermediate_size + 2 * hidden_size * (shared_intermediate_size > 0)
     return num_tokens * (2 * hidden_size * router.num_experts + router.top_k * expert + shared)

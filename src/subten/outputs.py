@@ -1,4 +1,4 @@
-"""Result files that are checked before the long work and appear whole or not at all."""
+"""Files that commands write: checked before the long work, and whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from subten.errors import StorageError
 
 
 class OutputFile:
-    """A file to be written once, later, in one step.
+    """A file to be written later: each `write` replaces it in one step.
 
     Args:
-        path: where it shall be; an existing file is replaced, but only by `write`.
+        path: where it shall be; an existing file is replaced, but only by `write`. A link stays a link: what it leads
+            to is replaced.
 
     Raises:
         StorageError: nothing could be written there.
@@ -21,7 +22,6 @@ class OutputFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # A link stays a link: what it points to is replaced.
         try:
             self._target = path.expanduser().resolve()
         except (OSError, RuntimeError) as error:
