@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,7 @@ def test_a_person_is_asked(
     assert "    python3 -c 'print(1)'\n" in result.err
     assert result.out.startswith("diff --git")
     assert "_known.pop(article, None)" in (workspace / "prices.py").read_text()
+    assert not [thread for thread in threading.enumerate() if type(thread).__module__.startswith("rich.")]
 
 
 @pytest.mark.parametrize(
