@@ -362,5 +362,5 @@ def test_an_event_loop_that_is_gone_is_a_reader_that_is_gone(llm: LLM) -> None:
         while llm.loop.busy and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not llm.loop.busy
-    assert llm._books.pages.free == llm._books.pages.count
     asyncio.run(started[0].close())
+    assert llm._books.pages.free == llm._books.pages.count

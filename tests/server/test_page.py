@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -46,26 +45,12 @@ def page(demo_live: Live) -> Iterator:
         browser.close()
 
 
-@contextmanager
-def slowed(live: Live) -> Iterator[None]:
-    """A quick machine ends an answer between two looks of the page, which are a second apart."""
-    step = live.llm.loop.step
-
-    def slow() -> object:
-        time.sleep(0.05)
-        return step()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live.llm.loop, "step", slow)
-        yield
-
-
 @pytest.mark.browser
 def test_a_chat_on_the_page_and_its_plots(page, demo_live: Live, tmp_path: Path) -> None:
     until(page, "document.querySelector('#model').textContent.includes('demo-moe')")
     page.fill("input[name=text]", "Tell me a story.")
     page.fill("input[name=tokens]", "150")
-    with slowed(demo_live):
+    with demo_live.few_steps(100):  # The page looks once a second.
         page.press("input[name=text]", "Enter")
         until(page, "document.querySelector('#batch .now').textContent.startsWith('1 ')")
     until(page, "document.querySelector('#figures').textContent.includes('from the cache')")
@@ -89,11 +74,11 @@ def test_a_chat_on_the_page_and_its_plots(page, demo_live: Live, tmp_path: Path)
 def test_the_stop_button_ends_the_answer(page, demo_live: Live) -> None:
     page.fill("input[name=text]", "Tell me a very long story.")
     page.fill("input[name=tokens]", "700")
-    with slowed(demo_live):
+    with demo_live.few_steps(100):
         page.press("input[name=text]", "Enter")
         until(page, "document.querySelectorAll('#talk div').length == 2")
         until(page, "document.querySelectorAll('#talk span')[1].textContent.length > 5")
         page.click("#stop")
-    until(page, "!document.querySelector('#send').disabled")
-    demo_live.assert_idle()
+        until(page, "!document.querySelector('#send').disabled")
+        demo_live.assert_idle()
     assert page.problems == []

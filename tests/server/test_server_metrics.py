@@ -69,9 +69,10 @@ def test_answers_that_end_before_their_first_token_have_ended_too(server: Live) 
     server.assert_idle()
     before = server.metrics()
     asked = {"model": server.name, "prompt": "z" * 200, "max_tokens": 350, "stream": True}
-    with server.client().completions.create(**asked, n=6, extra_body={"ignore_eos": True}) as stream:
-        next(iter(stream))
-    server.assert_idle()
+    with server.few_steps(40):
+        with server.client().completions.create(**asked, n=6, extra_body={"ignore_eos": True}) as stream:
+            next(iter(stream))
+        server.assert_idle()
     after = server.metrics()
     assert after["vllm:request_success_total"] - before.get("vllm:request_success_total", 0) == 6
     begun = after["vllm:time_to_first_token_seconds_count"] - before["vllm:time_to_first_token_seconds_count"]
@@ -80,7 +81,10 @@ def test_answers_that_end_before_their_first_token_have_ended_too(server: Live) 
 
 def test_gauges_show_what_runs(server: Live) -> None:
     asked = {"model": server.name, "prompt": "y" * 300, "max_tokens": 290, "stream": True}
-    with server.client().completions.create(**asked, n=3, extra_body={"ignore_eos": True}) as stream:
+    with (
+        server.few_steps(40),
+        server.client().completions.create(**asked, n=3, extra_body={"ignore_eos": True}) as stream,
+    ):
         next(iter(stream))
         now = server.metrics()
         assert now["vllm:num_requests_running"] == 3
