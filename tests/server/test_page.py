@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -20,10 +20,11 @@ def test_the_page_needs_nothing_from_elsewhere(server: Live) -> None:
     assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
 
 
-def until(page, condition: str) -> None:
+def until(page, condition: str, meanwhile: Callable[[], None] = lambda: None) -> None:
     """Wait. Playwright's own way needs `eval`, which the page's policy forbids."""
     deadline = time.monotonic() + WAIT
     while not page.evaluate(f"() => {condition}"):
+        meanwhile()
         assert time.monotonic() < deadline, f"not so: {condition}; {page.problems}"
         page.wait_for_timeout(20)
 
@@ -49,14 +50,14 @@ def page(demo_live: Live) -> Iterator:
 def test_a_chat_on_the_page_and_its_plots(page, demo_live: Live, tmp_path: Path) -> None:
     until(page, "document.querySelector('#model').textContent.includes('demo-moe')")
     page.fill("input[name=text]", "Tell me a story.")
-    page.fill("input[name=tokens]", "150")
-    with demo_live.few_steps(100):  # The page looks once a second.
+    page.fill("input[name=tokens]", "300")
+    with demo_live.few_steps(20) as steps:  # The page looks once a second, and shows what was new then.
         page.press("input[name=text]", "Enter")
         until(page, "document.querySelector('#batch .now').textContent.startsWith('1 ')")
+        until(page, "/^\\d/.test(document.querySelector('#itl .now').textContent)", lambda: steps.more(1))
     until(page, "document.querySelector('#figures').textContent.includes('from the cache')")
     answer = page.locator("#talk div").nth(1).locator("span").text_content()
     assert len(answer) > 20
-    until(page, "/^\\d/.test(document.querySelector('#itl .now').textContent)")
     until(page, "/^[1-9]/.test(document.querySelector('#bits .now').textContent)")
     for plot in ("itl", "batch", "cache", "bits"):
         assert page.locator(f"#{plot} path.line.a").get_attribute("d").startswith("M")
