@@ -17,11 +17,6 @@ from support.device_code import quicken_interpreter
 US = 8.0
 
 
-@pytest.fixture(autouse=True)
-def repeatable() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def machine() -> Machine:
     return Machine(
