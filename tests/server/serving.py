@@ -49,13 +49,19 @@ class Live:
         """The official client, which does not try again by itself."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
 
+    def request(self, method: str, path: str, **options) -> httpx.Response:
+        return httpx.request(method, self.url + path, timeout=60, **options)
+
+    def get(self, path: str, **options) -> httpx.Response:
+        return self.request("GET", path, **options)
+
     def post(self, path: str, **options) -> httpx.Response:
-        return httpx.post(self.url + path, timeout=60, **options)
+        return self.request("POST", path, **options)
 
     def metrics(self) -> dict[str, float]:
         """Samples by name, without labels; those that differ in labels alone are added up."""
         found: dict[str, float] = {}
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+        for line in self.get("/metrics").text.splitlines():
             if not line.startswith("#"):
                 name = line.split("{")[0].split(" ")[0]
                 found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])

@@ -58,7 +58,7 @@ def test_each_key_opens(strict: Live, key: str) -> None:
 def test_no_key_and_wrong_keys(strict: Live, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header.encode()}
     for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/nothing")):
-        answer = httpx.request(method, strict.url + path, headers=headers, content=b"x" * 4000)
+        answer = strict.request(method, path, headers=headers, content=b"x" * 4000)
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
@@ -68,7 +68,7 @@ def test_no_key_and_wrong_keys(strict: Live, header: str | None) -> None:
 
 def test_monitors_need_no_key(strict: Live) -> None:
     for path in ("/health", "/version", "/metrics", "/"):
-        assert httpx.get(strict.url + path).status_code == 200
+        assert strict.get(path).status_code == 200
 
 
 def test_key_files(tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_key_files(tmp_path: Path) -> None:
 def test_a_body_that_is_too_large(strict: Live) -> None:
     for told in (True, False):
         body = b"x" * 3000
-        answer = httpx.post(
-            f"{strict.url}/v1/completions",
+        answer = strict.post(
+            "/v1/completions",
             content=body if told else iter([body]),  # An iterator is sent in chunks, with no length beforehand.
             headers={"Authorization": "Bearer first-key"},
         )
@@ -127,11 +127,11 @@ def test_over_capacity_is_429_and_nobody_else_notices(strict: Live) -> None:
 
 def test_cors_is_for_the_named_origins_and_off_by_default(strict: Live, server: Live) -> None:
     asked = {"Origin": "http://here.example", "Access-Control-Request-Method": "POST"}
-    answer = httpx.options(f"{strict.url}/v1/completions", headers=asked)
+    answer = strict.request("OPTIONS", "/v1/completions", headers=asked)
     assert answer.headers["access-control-allow-origin"] == "http://here.example"
     asked["Origin"] = "http://elsewhere.example"
-    assert "access-control-allow-origin" not in httpx.options(f"{strict.url}/v1/completions", headers=asked).headers
-    assert "access-control-allow-origin" not in httpx.get(f"{server.url}/health", headers=asked).headers
+    assert "access-control-allow-origin" not in strict.request("OPTIONS", "/v1/completions", headers=asked).headers
+    assert "access-control-allow-origin" not in server.get("/health", headers=asked).headers
 
 
 def test_capacity_counts_and_closes() -> None:

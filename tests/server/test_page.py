@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from tests.server.serving import WAIT, Live
 
 
 def test_the_page_needs_nothing_from_elsewhere(server: Live) -> None:
-    answer = httpx.get(server.url)
+    answer = server.get("/")
     assert answer.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert "src=" not in answer.text
@@ -36,7 +35,9 @@ def page(demo_live: Live) -> Iterator:
     browser_path = shutil.which("chromium")
     assert browser_path, "there is no chromium; install Debian's package"
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=browser_path, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         page = browser.new_page(viewport={"width": 1100, "height": 800})
         page.problems = []
         page.on("pageerror", lambda error: page.problems.append(str(error)))

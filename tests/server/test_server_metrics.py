@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.server.serving import Live
@@ -21,7 +20,7 @@ OURS = {"subten:kv_bits_per_element", "subten:kv_cache_bytes", "subten:kv_snapsh
 def test_names_are_those_of_vllm_and_ours(server: Live) -> None:
     server.client().completions.create(model=server.name, prompt="abc", max_tokens=2)
     server.assert_idle()
-    text = httpx.get(f"{server.url}/metrics").text
+    text = server.get("/metrics").text
     families = list(text_string_to_metric_families(text))
     samples = {sample.name for family in families for sample in family.samples}
     assert samples >= VLLM | OURS

@@ -74,29 +74,38 @@ class Reader(threading.Thread):
             self.error = error
 
 
-def until_it_drains(url: str, log: Path) -> httpx.Response:
+def until_it_drains(client: httpx.Client, log: Path) -> httpx.Response:
     """Its health, as soon as it has dealt with a signal."""
     deadline = time.monotonic() + WAIT
     while '"draining"' not in log.read_text():
         assert time.monotonic() < deadline, "the signal is not noticed"
         time.sleep(0.02)
-    return httpx.get(f"{url}/health", timeout=WAIT)
+    return client.get("/health")
 
 
 def test_short_answers_end_in_a_drain_and_a_second_signal_ends_long_ones(tiny_folder: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with process(tiny_folder, log, "--drain-seconds", "600") as (server, url):
+    with (
+        process(tiny_folder, log, "--drain-seconds", "600") as (server, url),
+        httpx.Client(base_url=url, timeout=WAIT) as plain,
+    ):
         client = client_of(url)
         long, short = [Reader(client, 990) for _ in range(7)], Reader(client, 40)
-        for reader in [*long[:3], short, *long[3:]]:
+        for reader in [*long[:3], short]:  # As many as fit into a batch.
             reader.start()
-        for reader in [*long[:3], short]:
             assert reader.begun.wait(WAIT)
+        for reader in long[3:]:
+            reader.start()
+        deadline = time.monotonic() + WAIT
+        # Three, where the short one has ended before the others came.
+        while not re.search(r"^vllm:num_requests_waiting\S* [34]\.0$", plain.get("/metrics").text, re.MULTILINE):
+            assert time.monotonic() < deadline, "not all of them wait"
+            time.sleep(0.02)
         server.send_signal(signal.SIGTERM)
-        refused = until_it_drains(url, log)
+        refused = until_it_drains(plain, log)
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "10"
-        refused = httpx.post(f"{url}/v1/completions", json={"model": "m", "prompt": "abc"}, timeout=WAIT)
+        refused = plain.post("/v1/completions", json={"model": "m", "prompt": "abc"})
         assert refused.json()["error"]["code"] == "engine_stopped"
         short.join(WAIT)
         assert server.poll() is None
