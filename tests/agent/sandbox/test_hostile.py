@@ -178,9 +178,9 @@ def test_a_hundred_commands_after_a_restore(microvm_template: MicroVMTemplate) -
 
 
 def test_a_guest_that_never_answers(microvm_template: MicroVMTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "GRACE_SECONDS", 0.5)
     with microvm_template.clone() as clone:
         clone._machine.monitor.command("stop")
+        monkeypatch.setattr(interface, "GRACE_SECONDS", 0.5)
         with pytest.raises(SandboxError, match=r"did not answer within 0\.5 s"):
             clone.exec("true", timeout=0.5)
         assert not clone.alive
@@ -188,13 +188,13 @@ def test_a_guest_that_never_answers(microvm_template: MicroVMTemplate, monkeypat
 
 
 def test_an_agent_that_hangs(process_template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "GRACE_SECONDS", 0.5)
     with process_template.clone() as clone:
         clone.exec("sleep 1000 > /dev/null 2>&1 &")
         family = [clone.process_id, *descendants(clone.process_id)]
         assert len(family) >= 3
         for process in family[1:]:
             os.kill(process, signal.SIGSTOP)
+        monkeypatch.setattr(interface, "GRACE_SECONDS", 0.5)
         with pytest.raises(SandboxError, match=r"did not answer within 0\.5 s"):
             clone.exec("true", timeout=0.5)
         require_end(family)
