@@ -38,6 +38,12 @@ def own_home(
 
 
 @pytest.fixture(autouse=True)
+def repeatable() -> None:
+    """Whatever was drawn before, in whatever order tests run."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
     """A command sets logging up for its process, which other tests share: later lines, of threads or as warnings,
     would go to what the test's capture has closed."""

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -82,7 +83,7 @@ def test_rows_are_said_and_saved_as_they_come(
 ) -> None:
     path = tmp_path / "rows.json"
     results = Results(Recorder(machine, OutputFile(path), start=100.0))
-    monkeypatch.setattr("time.monotonic", lambda: 112.3)
+    monkeypatch.setattr("subten.bench.recording.time", SimpleNamespace(monotonic=lambda: 112.3))
     for rows, row in enumerate((ROW, MISSING, APPEND), 1):
         results.take(row)
         content = json.loads(path.read_bytes())

@@ -190,10 +190,8 @@ def test_a_context_that_the_model_has_no_positions_for(tmp_path: Path) -> None:
     assert row["note"] == "tiny takes 1024 tokens, not 2048"
 
 
-def test_when_the_time_is_over_rows_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_when_the_time_is_over_rows_say_so(hasty_clock: None, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    clock = iter(range(0, 100_000, 40))
-    monkeypatch.setattr("subten.bench.latency_session.time.monotonic", lambda: next(clock))
     arguments = ["--batch", "1,2", "--context", "256", "--kv", "kv2,bf16", "--moe", "fused", "--steps", "10"]
     main(["latency", "tiny", *arguments, "--device", "cpu", "--seconds", "200", "--json", str(path)])
     rows = json.loads(path.read_text())["latency"]

@@ -136,9 +136,7 @@ def test_no_memory_is_a_reason_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert [row["note"] for row in json.loads(path.read_text())["prefill"]] == ["no memory"] * 4
 
 
-def test_when_the_time_is_over_rows_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    clock = iter(range(0, 100_000, 40))
-    monkeypatch.setattr("subten.bench.prefill_session.time.monotonic", lambda: next(clock))
+def test_when_the_time_is_over_rows_say_so(hasty_clock: None, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     main(["prefill", "tiny", *SMALL, "--seconds", "150", "--json", str(path)])
     rows = json.loads(path.read_text())["prefill"]

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from subten.agent.sandbox import MOST_CLONES
 from subten.agent.sandbox.process import unavailable
 from subten.cli import agent_run
+from support.processes import descendants, require_end
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agent_tasks"
 CHECK = "python3 -m unittest -q"
@@ -34,7 +36,7 @@ def workspace(tmp_path: Path) -> Path:
 
 def arguments(workspace: Path, *more: str, plans: str = "prices", check: str = CHECK) -> list[str]:
     given = ["--task", "Prices are old", "--check", check, "--workspace", str(workspace), "--tier", "process"]
-    return ["agent", "run", *given, "--plans", str(EXAMPLES / plans / "plans"), "--timeout", "10", *more]
+    return ["agent", "run", *given, "--plans", str(EXAMPLES / plans / "plans"), "--timeout", "60", *more]
 
 
 @pytest.fixture
@@ -105,6 +107,7 @@ def test_a_person_is_asked(
     assert "    python3 -c 'print(1)'\n" in result.err
     assert result.out.startswith("diff --git")
     assert "_known.pop(article, None)" in (workspace / "prices.py").read_text()
+    assert not [thread for thread in threading.enumerate() if type(thread).__module__.startswith("rich.")]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +167,7 @@ def test_help_says_how_many_sandboxes_there_may_be(subten: Callable[..., Any], c
 
 
 def test_no_plan_passes(subten: Callable[..., Any], workspace: Path, policy: list[str]) -> None:
-    result = subten(*arguments(workspace, *policy, "--branches", "4", plans="pages"))
+    result = subten(*arguments(workspace, *policy, "--branches", "4", "--timeout", "10", plans="pages"))
     assert result.exit_code == 2
     assert result.err.splitlines()[-1].startswith("error: no plan passed the check: 1 stopped by the policy")
     assert not result.out
@@ -176,13 +179,13 @@ def test_an_interrupt_leaves_nothing(workspace: Path, tmp_path: Path) -> None:
     (plans / "1.sh").write_text("sleep 1234\n")
     given = arguments(workspace, "--branches", "1", "--timeout", "60", "--log", str(tmp_path / "log"))
     given[given.index("--plans") + 1] = str(plans)
+    # As at a terminal: what a shell starts in the background ignores interrupts, and so would its children.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from subten.cli import main; sys.exit(main())"
+    )
     command = subprocess.Popen(
-        [sys.executable, "-m", "subten", *given],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        # As at a terminal: what a shell starts in the background ignores interrupts, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        [sys.executable, "-c", code, *given], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         deadline = time.monotonic() + 60
@@ -190,25 +193,16 @@ def test_an_interrupt_leaves_nothing(workspace: Path, tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             assert command.poll() is None, command.communicate()
             time.sleep(0.05)
-        family = [int(pid) for pid in _children(command.pid)]
+        family = descendants(command.pid)
         assert family
         command.send_signal(signal.SIGINT)
-        _, printed = command.communicate(timeout=20)
+        _, printed = command.communicate(timeout=60)
     finally:
         command.kill()
     assert command.returncode == 130
     assert "Traceback" not in printed
     assert '"cause": "stopped"' in (tmp_path / "log").read_text()
-    deadline = time.monotonic() + 5
-    while any(Path(f"/proc/{pid}").exists() for pid in family):
-        assert time.monotonic() < deadline, "a sandbox was left"
-        time.sleep(0.05)
-
-
-def _children(process: int) -> list[str]:
-    return [
-        child for task in Path(f"/proc/{process}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
+    require_end(family)
 
 
 def test_files_that_are_no_log(subten: Callable[..., Any], tmp_path: Path) -> None:

@@ -19,15 +19,15 @@ import pytest
         (["--kv", "nonsense"], "nonsense"),
         (["--host", ""], "the setting host is ''"),
         (["--host", "no-such-host.invalid"], "the host is 'no-such-host.invalid', which has no address"),
-        (["--host", "192.0.2.1"], "nothing can listen at port 8000 of 192.0.2.1"),
+        (["--host", "192.0.2.1"], "nothing can listen at port 0 of 192.0.2.1"),
         (["--served-model-name", ""], "the setting served_model_name is ''"),
         (["--allowed-origin", "http://localhost:3000/"], "it must be * or an origin without a path"),
         (["--allowed-origin", "localhost"], "it must be * or an origin without a path"),
-        (["--max-batch", "-1", "--port", "0"], "max_batch is -1"),
+        (["--max-batch", "-1"], "max_batch is -1"),
     ],
 )
 def test_bad_options_are_one_line(subten: Callable[..., Any], model: str, options: list[str], words: str) -> None:
-    result = subten("serve", model, "--max-context", "100", *options)
+    result = subten("serve", model, "--max-context", "100", "--port", "0", *options)
     assert result.exit_code == 2
     (line,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
     assert words in line
@@ -60,7 +60,7 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(subten: Callabl
 
 
 def test_keys_that_can_not_be_read_are_said_before_the_model_is_loaded(subten: Callable[..., Any]) -> None:
-    result = subten("serve", "no-such-model", "--api-key-file", "nowhere")
+    result = subten("serve", "no-such-model", "--port", "0", "--api-key-file", "nowhere")
     assert result.err == "error: the key file nowhere can't be read: No such file or directory\n"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.engine.serving import save_model
+from tests.support.stepping import few_steps
 
 from subten.engine import LLM, AsyncEngine, LoadedModel, SamplingParams, load_model
 from subten.errors import ContextLengthError, EngineStoppedError, GuardError, ParameterError, SubtenError
@@ -80,14 +81,16 @@ def test_a_stream_that_is_left_after_3_tokens_frees_its_pages_within_two_steps(
     monkeypatch.setattr(llm.loop, "step", counted)
 
     async def use(engine: AsyncEngine) -> None:
-        async with await engine.submit("another one" * 10, greedy(max_tokens=250)):
-            stream = engine.stream("x" * 200, greedy(max_tokens=150))
-            for _ in range(3):
-                await anext(stream)
-            await stream.aclose()
-            left = len(running)
-            while len(running) < left + 6:
-                await asyncio.sleep(0.001)
+        with few_steps(llm.loop, 50) as steps:
+            async with await engine.submit("another one" * 10, greedy(max_tokens=250)):
+                stream = engine.stream("x" * 200, greedy(max_tokens=150))
+                for _ in range(3):
+                    await anext(stream)
+                await stream.aclose()
+                left = len(running)
+                steps.more(6)
+                while len(running) < left + 6:
+                    await asyncio.sleep(0.001)
         assert 2 in running[:left]
         assert running[left + 2 :][:4] == [1] * 4
 
@@ -96,13 +99,14 @@ def test_a_stream_that_is_left_after_3_tokens_frees_its_pages_within_two_steps(
 
 def test_a_task_that_is_cancelled_ends_its_request(llm: LLM) -> None:
     async def use(engine: AsyncEngine) -> int:
-        task = asyncio.create_task(engine.generate("x" * 100, greedy(max_tokens=290)))
-        while (await engine.stats()).running == 0:
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return (await engine.stats()).running
+        with few_steps(llm.loop, 9):
+            task = asyncio.create_task(engine.generate("x" * 100, greedy(max_tokens=290)))
+            while (await engine.stats()).running == 0:
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            return (await engine.stats()).running
 
     assert serve(llm, use) == 0
 
@@ -111,11 +115,12 @@ def test_a_cancelled_generation_says_so(llm: LLM) -> None:
     whole = llm.generate("abc", greedy(max_tokens=390))[0]
 
     async def use(engine: AsyncEngine) -> list:
-        generation = await engine.submit("abc", greedy(max_tokens=390))
-        await anext(generation)
-        generation.cancel()
-        generation.cancel()
-        return await generation.completions()
+        with few_steps(llm.loop, 9):
+            generation = await engine.submit("abc", greedy(max_tokens=390))
+            await anext(generation)
+            generation.cancel()
+            generation.cancel()
+            return await generation.completions()
 
     (answer,) = serve(llm, use)
     assert answer.finish_reason == "cancelled"
@@ -140,12 +145,14 @@ def test_one_of_several_answers_can_be_cancelled(llm: LLM) -> None:
     whole = [completion.text for completion in serve(llm, lambda engine: engine.generate("Once upon", params))]
 
     async def use(engine: AsyncEngine) -> list[Any]:
-        async with await engine.submit("Once upon", params) as generation:
-            async for _ in generation:
+        with few_steps(llm.loop, 9) as steps:
+            async with await engine.submit("Once upon", params) as generation:
+                await anext(generation)
                 generation.cancel(0)
                 generation.cancel(0)
-                break
-            return await generation.completions()
+                await engine.stats()  # Behind those wishes.
+                steps.more(100)
+                return await generation.completions()
 
     first, *others = serve(llm, use)
     assert first.finish_reason == "cancelled"
@@ -154,10 +161,11 @@ def test_one_of_several_answers_can_be_cancelled(llm: LLM) -> None:
 
 def test_forks_go_on_from_where_the_answer_is(llm: LLM) -> None:
     async def use(engine: AsyncEngine) -> tuple:
-        generation = await engine.submit("x" * 90, greedy(max_tokens=200))
-        for _ in range(4):
-            await anext(generation)
-        forks = await generation.fork(2, [greedy(max_tokens=5), greedy(max_tokens=5, logit_bias={7: 100})])
+        with few_steps(llm.loop, 50):
+            generation = await engine.submit("x" * 90, greedy(max_tokens=200))
+            for _ in range(4):
+                await anext(generation)
+            forks = await generation.fork(2, [greedy(max_tokens=5), greedy(max_tokens=5, logit_bias={7: 100})])
         answers = [(await fork.completions())[0] for fork in forks]
         return answers, (await generation.completions())[0]
 
@@ -307,10 +315,11 @@ def test_bad_prompts(llm: LLM, prompt, error: type[Exception]) -> None:
 def test_closing_cancels_and_draining_waits(llm: LLM) -> None:
     async def close(drain: bool) -> list:
         engine = AsyncEngine(llm)
-        generation = await engine.submit("abc", greedy(max_tokens=20 if drain else 390))
-        await anext(generation)
-        await engine.close(drain=drain)
-        await engine.close()
+        with few_steps(llm.loop, 50):
+            generation = await engine.submit("abc", greedy(max_tokens=20 if drain else 390))
+            await anext(generation)
+            await engine.close(drain=drain)
+            await engine.close()
         with pytest.raises(SubtenError, match="closed"):
             await engine.submit("abc")
         return await generation.completions()
@@ -325,9 +334,10 @@ def test_an_error_of_the_engine_ends_all_streams_with_it(llm: LLM, monkeypatch: 
         raise RuntimeError("a wire is loose")
 
     async def use(engine: AsyncEngine) -> list:
-        first = await engine.submit("abc", greedy(max_tokens=390))
-        await anext(first)
-        monkeypatch.setattr(llm._runner, "decode", broken)
+        with few_steps(llm.loop, 50):
+            first = await engine.submit("abc", greedy(max_tokens=390))
+            await anext(first)
+            monkeypatch.setattr(llm._runner, "decode", broken)
         answers = await first.completions()
         with pytest.raises(SubtenError, match="a wire is loose"):
             await engine.submit("abc")
@@ -343,12 +353,14 @@ def test_an_event_loop_that_is_gone_is_a_reader_that_is_gone(llm: LLM) -> None:
 
     async def leave() -> None:
         started.append(AsyncEngine(llm))
-        await started[0].submit("abc", greedy(max_tokens=390))
+        await anext(await started[0].submit("abc", greedy(max_tokens=390)))
 
-    asyncio.run(leave())
-    deadline = time.monotonic() + 30
-    while llm.loop.busy and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not llm.loop.busy
-    assert llm._books.pages.free == llm._books.pages.count
+    with few_steps(llm.loop, 50) as steps:
+        asyncio.run(leave())
+        steps.more(1)  # What it adds is what finds nobody.
+        deadline = time.monotonic() + 30
+        while llm.loop.busy and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not llm.loop.busy
     asyncio.run(started[0].close())
+    assert llm._books.pages.free == llm._books.pages.count

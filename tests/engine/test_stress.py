@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -168,28 +169,29 @@ def assert_nothing_is_left(llm: LLM) -> None:
     assert llm._books.windows.free == llm._books.windows.count
 
 
-async def preempt_now_and_then(engine: AsyncEngine, llm: LLM) -> None:
-    """Answers are too short here to outgrow what they begin with, so some are asked to leave."""
-    rng = random.Random(0)
+def preempt_now_and_then(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are too short here to outgrow what they begin with, so some are asked to leave, before every second
+    step."""
+    rng, numbers, step = random.Random(0), itertools.count(), llm.loop.step
 
-    def preempt() -> None:
+    def disturbed() -> None:
         decoding = [r for r in llm._scheduler._running if not r.prefilling]
-        if decoding:
+        if decoding and next(numbers) % 2:
             llm._scheduler.preempt(rng.choice(decoding))
+        step()
 
-    while True:
-        await asyncio.wrap_future(engine._ask(preempt))
-        await asyncio.sleep(0.005)
+    monkeypatch.setattr(llm.loop, "step", disturbed)
 
 
 @pytest.mark.parametrize(
     ("kv", "budget", "count"), [("bf16", None, 300), ("kv2-plain", None, 140), ("kv2-plain", 5.0, 60)]
 )
 def test_random_requests_leave_nothing_and_are_what_they_are_alone(
-    model: LoadedModel, kv: str, budget: float | None, count: int
+    model: LoadedModel, kv: str, budget: float | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """500 of them, in a format without windows, with windows, and with prompts taken some layers at a time."""
     llm = crowded(model, kv, itl_budget_ms=budget)
+    preempt_now_and_then(llm, monkeypatch)
 
     async def serve() -> Client:
         async with AsyncEngine(llm) as engine:
@@ -200,9 +202,7 @@ def test_random_requests_leave_nothing_and_are_what_they_are_alone(
                 async with room:
                     await client.ask(number)
 
-            nuisance = asyncio.create_task(preempt_now_and_then(engine, llm))
             await asyncio.gather(*(one(number) for number in range(count)))
-            nuisance.cancel()
             return client
 
     client = asyncio.run(serve())

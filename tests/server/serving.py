@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import httpx
 import openai
 import uvicorn
 from fastapi import FastAPI
+from tests.support.stepping import Steps, few_steps
 
 from subten.engine import LLM
 from subten.server.app import create_app
@@ -19,6 +20,8 @@ from subten.server.service import Service
 from subten.server.settings import ServerSettings
 
 WAIT = 30.0
+PATIENT = ServerSettings(schema_seconds=WAIT)
+"""A busy machine is no reason to refuse a schema."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,10 @@ class Live:
         service: Service = self.app.state.service
         return service
 
+    def few_steps(self, count: int) -> AbstractContextManager[Steps]:
+        """A block in which no answer gets further than so many steps of the engine, until the block lets it."""
+        return few_steps(self.llm.loop, count)
+
     @property
     def name(self) -> str:
         return self.service.model_name
@@ -42,13 +49,19 @@ class Live:
         """The official client, which does not try again by itself."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **options)
 
+    def request(self, method: str, path: str, **options) -> httpx.Response:
+        return httpx.request(method, self.url + path, timeout=60, **options)
+
+    def get(self, path: str, **options) -> httpx.Response:
+        return self.request("GET", path, **options)
+
     def post(self, path: str, **options) -> httpx.Response:
-        return httpx.post(self.url + path, timeout=60, **options)
+        return self.request("POST", path, **options)
 
     def metrics(self) -> dict[str, float]:
         """Samples by name, without labels; those that differ in labels alone are added up."""
         found: dict[str, float] = {}
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+        for line in self.get("/metrics").text.splitlines():
             if not line.startswith("#"):
                 name = line.split("{")[0].split(" ")[0]
                 found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
@@ -60,15 +73,19 @@ class Live:
         while self.llm.loop.busy or self.service.capacity.taken:
             assert time.monotonic() < deadline, "an answer goes on for nobody"
             time.sleep(0.005)
-        stats = self.llm.stats()
-        assert stats.available_pages == stats.pages
-        self.llm.check_integrity()
+
+        def look() -> None:
+            stats = self.llm.stats()
+            assert stats.available_pages == stats.pages
+            self.llm.check_integrity()
+
+        self.service.engine._ask(look).result(WAIT)  # In its thread, which may be about to free something.
 
 
 @contextmanager
 def serving(llm: LLM, settings: ServerSettings | None = None) -> Iterator[Live]:
     """Serve a model at a free port until the end of the block."""
-    app = create_app(llm, settings)
+    app = create_app(llm, settings or PATIENT)
     config = uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)

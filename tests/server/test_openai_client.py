@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
@@ -28,8 +27,8 @@ def test_models_health_and_version(server: Live) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.object) == (server.name, "model")
     assert client.models.retrieve(model.id) == model
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
-    assert httpx.get(f"{server.url}/version").json() == {"version": __version__}
+    assert server.get("/health").json() == {"status": "ok"}
+    assert server.get("/version").json() == {"version": __version__}
 
 
 def test_a_chat_is_what_the_engine_answers(server: Live) -> None:
@@ -251,7 +250,7 @@ def test_bodies_that_are_nonsense(server: Live, body: bytes) -> None:
 
 def test_no_such_path_or_method(server: Live) -> None:
     assert server.post("/v1/nothing", json={}).status_code == 404
-    answer = httpx.get(f"{server.url}/v1/completions")
+    answer = server.get("/v1/completions")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert answer.json()["error"]["message"] == "Method Not Allowed"
 

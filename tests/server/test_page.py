@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from tests.server.serving import WAIT, Live
 
 
 def test_the_page_needs_nothing_from_elsewhere(server: Live) -> None:
-    answer = httpx.get(server.url)
+    answer = server.get("/")
     assert answer.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert "src=" not in answer.text
     assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", "")
 
 
-def until(page, condition: str) -> None:
+def until(page, condition: str, meanwhile: Callable[[], None] = lambda: None) -> None:
     """Wait. Playwright's own way needs `eval`, which the page's policy forbids."""
     deadline = time.monotonic() + WAIT
     while not page.evaluate(f"() => {condition}"):
+        meanwhile()
         assert time.monotonic() < deadline, f"not so: {condition}; {page.problems}"
         page.wait_for_timeout(20)
 
@@ -36,7 +35,9 @@ def page(demo_live: Live) -> Iterator:
     browser_path = shutil.which("chromium")
     assert browser_path, "there is no chromium; install Debian's package"
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=browser_path, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         page = browser.new_page(viewport={"width": 1100, "height": 800})
         page.problems = []
         page.on("pageerror", lambda error: page.problems.append(str(error)))
@@ -46,32 +47,18 @@ def page(demo_live: Live) -> Iterator:
         browser.close()
 
 
-@contextmanager
-def slowed(live: Live) -> Iterator[None]:
-    """A quick machine ends an answer between two looks of the page, which are a second apart."""
-    step = live.llm.loop.step
-
-    def slow() -> object:
-        time.sleep(0.05)
-        return step()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live.llm.loop, "step", slow)
-        yield
-
-
 @pytest.mark.browser
 def test_a_chat_on_the_page_and_its_plots(page, demo_live: Live, tmp_path: Path) -> None:
     until(page, "document.querySelector('#model').textContent.includes('demo-moe')")
     page.fill("input[name=text]", "Tell me a story.")
-    page.fill("input[name=tokens]", "150")
-    with slowed(demo_live):
+    page.fill("input[name=tokens]", "300")
+    with demo_live.few_steps(20) as steps:  # The page looks once a second, and shows what was new then.
         page.press("input[name=text]", "Enter")
         until(page, "document.querySelector('#batch .now').textContent.startsWith('1 ')")
+        until(page, "/^\\d/.test(document.querySelector('#itl .now').textContent)", lambda: steps.more(1))
     until(page, "document.querySelector('#figures').textContent.includes('from the cache')")
     answer = page.locator("#talk div").nth(1).locator("span").text_content()
     assert len(answer) > 20
-    until(page, "/^\\d/.test(document.querySelector('#itl .now').textContent)")
     until(page, "/^[1-9]/.test(document.querySelector('#bits .now').textContent)")
     for plot in ("itl", "batch", "cache", "bits"):
         assert page.locator(f"#{plot} path.line.a").get_attribute("d").startswith("M")
@@ -89,11 +76,11 @@ def test_a_chat_on_the_page_and_its_plots(page, demo_live: Live, tmp_path: Path)
 def test_the_stop_button_ends_the_answer(page, demo_live: Live) -> None:
     page.fill("input[name=text]", "Tell me a very long story.")
     page.fill("input[name=tokens]", "700")
-    with slowed(demo_live):
+    with demo_live.few_steps(100):
         page.press("input[name=text]", "Enter")
         until(page, "document.querySelectorAll('#talk div').length == 2")
         until(page, "document.querySelectorAll('#talk span')[1].textContent.length > 5")
         page.click("#stop")
-    until(page, "!document.querySelector('#send').disabled")
-    demo_live.assert_idle()
+        until(page, "!document.querySelector('#send').disabled")
+        demo_live.assert_idle()
     assert page.problems == []

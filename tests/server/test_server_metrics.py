@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.server.serving import Live
@@ -21,7 +20,7 @@ OURS = {"subten:kv_bits_per_element", "subten:kv_cache_bytes", "subten:kv_snapsh
 def test_names_are_those_of_vllm_and_ours(server: Live) -> None:
     server.client().completions.create(model=server.name, prompt="abc", max_tokens=2)
     server.assert_idle()
-    text = httpx.get(f"{server.url}/metrics").text
+    text = server.get("/metrics").text
     families = list(text_string_to_metric_families(text))
     samples = {sample.name for family in families for sample in family.samples}
     assert samples >= VLLM | OURS
@@ -69,9 +68,10 @@ def test_answers_that_end_before_their_first_token_have_ended_too(server: Live) 
     server.assert_idle()
     before = server.metrics()
     asked = {"model": server.name, "prompt": "z" * 200, "max_tokens": 350, "stream": True}
-    with server.client().completions.create(**asked, n=6, extra_body={"ignore_eos": True}) as stream:
-        next(iter(stream))
-    server.assert_idle()
+    with server.few_steps(40):
+        with server.client().completions.create(**asked, n=6, extra_body={"ignore_eos": True}) as stream:
+            next(iter(stream))
+        server.assert_idle()
     after = server.metrics()
     assert after["vllm:request_success_total"] - before.get("vllm:request_success_total", 0) == 6
     begun = after["vllm:time_to_first_token_seconds_count"] - before["vllm:time_to_first_token_seconds_count"]
@@ -80,7 +80,10 @@ def test_answers_that_end_before_their_first_token_have_ended_too(server: Live) 
 
 def test_gauges_show_what_runs(server: Live) -> None:
     asked = {"model": server.name, "prompt": "y" * 300, "max_tokens": 290, "stream": True}
-    with server.client().completions.create(**asked, n=3, extra_body={"ignore_eos": True}) as stream:
+    with (
+        server.few_steps(40),
+        server.client().completions.create(**asked, n=3, extra_body={"ignore_eos": True}) as stream,
+    ):
         next(iter(stream))
         now = server.metrics()
         assert now["vllm:num_requests_running"] == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ class FakeClone(Clone):
                 case "fail":
                     return self._result(3)
                 case "hang":
-                    if self._dead.wait(timeout):
+                    if self._hangs(timeout):
                         raise SandboxError(f"the clone {self.name} was ended while it was at work")
                     return self._result(-9, timed_out=True)
                 case "die":
@@ -90,14 +91,27 @@ class FakeClone(Clone):
         if self.kills:
             raise SandboxError(f"the clone {self.name} was ended")
 
+    def _hangs(self, seconds: float) -> bool:
+        """Whether it was ended before the time was over, or before the farm let it go."""
+        deadline = time.monotonic() + seconds
+        while not self._dead.wait(0.005):
+            if time.monotonic() > deadline or self.farm.go.is_set():
+                return False
+        return True
+
     def _result(self, exit_code: int, *, timed_out: bool = False) -> Result:
         return Result(exit_code, b"", b"", 0, timed_out, 0.01, self.tier)
 
 
 class Farm:
-    """Where fake clones come from. Some of the calls fail, by their number."""
+    """Where fake clones come from. Some of the calls fail, by their number.
+
+    Attributes:
+        go: ends the time of all that hangs.
+    """
 
     def __init__(self, failing: Sequence[int] = ()) -> None:
+        self.go = threading.Event()
         self.clones: list[FakeClone] = []
         self.executed: list[str] = []
         self._failing = set(failing)

@@ -252,12 +252,14 @@ def _screen(
             note(line)
 
     def confirm(script: str, decision: Decision) -> bool:
+        shown = live.is_started
         live.stop()
         note(f"The policy is unsure about this plan: {one_line(decision.reason)}\n")
         for line in script.splitlines():
             note(f"    {one_line(line)}")
         answer = _confirmed("Run it in a sandbox?")
-        live.start(refresh=True)
+        if shown:
+            live.start(refresh=True)
         return answer
 
     if console.is_terminal:

@@ -28,8 +28,19 @@ def frame(kind: bytes, payload: bytes) -> bytes:
     return HEADER.pack(kind, len(payload)) + payload
 
 
-def ask(channel: Channel, soft: float | None = None) -> dict[str, object]:
-    return channel.request({"do": "ping"}, (), None, soft, 0.2)
+def ask(channel: Channel, soft: float | None = None, grace: float = 60) -> dict[str, object]:
+    return channel.request({"do": "ping"}, (), None, soft, grace)
+
+
+def until_told_to_end(guest: socket.socket, answer: bytes) -> None:
+    """A guest that answers, from a thread of its own, as soon as it is told to end what runs."""
+
+    def obey(receive: Callable[[int], bytes]) -> None:
+        while receive(1) != b"k":
+            pass
+        guest.sendall(answer)
+
+    threading.Thread(target=obey, args=(guest.recv,), daemon=True).start()
 
 
 @pytest.mark.parametrize(
@@ -52,7 +63,7 @@ def test_broken_protocol(ends: Ends, sent: bytes) -> None:
 def test_silence(ends: Ends) -> None:
     channel, guest = ends
     with pytest.raises(LostError, match=r"did not answer within 0\.2 s"):
-        ask(channel)
+        ask(channel, grace=0.2)
     with pytest.raises(LostError, match=r"did not answer within 0\.1 s"):
         channel.wait_ready(0.1)
     guest.close()
@@ -64,19 +75,13 @@ def test_half_a_frame_is_kept_until_the_rest_comes(ends: Ends) -> None:
     channel, guest = ends
     answer = frame(b"r", json.dumps({"x": 1}).encode())
     guest.sendall(answer[:7])
-    threading.Timer(0.1, lambda: guest.sendall(answer[7:])).start()
+    until_told_to_end(guest, answer[7:])
     assert ask(channel, soft=0.05) == {"x": 1}
 
 
 def test_after_its_time_the_guest_is_told_to_end_it(ends: Ends) -> None:
     channel, guest = ends
-
-    def obey(receive: Callable[[int], bytes]) -> None:
-        while receive(1) != b"k":
-            pass
-        guest.sendall(frame(b"r", b"{}"))
-
-    threading.Thread(target=obey, args=(guest.recv,), daemon=True).start()
+    until_told_to_end(guest, frame(b"r", b"{}"))
     assert ask(channel, soft=0.1) == {}
 
 

@@ -188,10 +188,16 @@ def test_timeouts_that_nobody_can_wait_for(clone: Clone, timeout: float) -> None
 
 
 def test_timeouts(clone: Clone) -> None:
-    for _ in range(3):
-        result = clone.exec("echo began; sleep 1000", timeout=0.5)
-        assert (result.timed_out, result.exit_code, result.stdout) == (True, -9, b"began\n")
+    ran = []
+    for timeout in (0.5, 0.5, 0.5, 2, 8, 30):  # On a busy machine nothing has begun after the shortest.
+        result = clone.exec("echo began; sleep 1000", timeout=timeout)
+        assert (result.timed_out, result.exit_code) == (True, -9)
         assert clone.exec("echo on").stdout == b"on\n"
+        ran.append(result.stdout)
+        if len(ran) >= 3 and b"began\n" in ran:
+            break
+    assert set(ran) <= {b"", b"began\n"}
+    assert b"began\n" in ran
 
 
 def test_the_shell_that_waits(machine: Clone, microvm_template: MicroVMTemplate) -> None:
@@ -225,9 +231,9 @@ def test_no_command_can_trace_the_shell_that_waits(machine: Clone) -> None:
 def test_commands_in_the_background(clone: Clone) -> None:
     assert clone.exec("(sleep 0.4; echo late >> log) & echo now").stdout == b"now\n"
     assert clone.exec("setsid sh -c 'until grep late log; do sleep 0.1; done; echo later >> log' > found & :").ok
-    clone.exec("until grep later log; do sleep 0.1; done; sleep 0.3", timeout=30)
-    shown = clone.exec("cat log; ps -eo stat= | grep -c Z").stdout
-    assert shown.split() == [b"late", b"later", b"0"]
+    assert not clone.exec("until grep later log; do sleep 0.1; done", timeout=60).timed_out
+    assert clone.exec("cat log").stdout.split() == [b"late", b"later"]
+    assert not clone.exec("while ps -eo stat= | grep -q Z; do sleep 0.1; done", timeout=60).timed_out
 
 
 def test_a_command_that_reads_its_own_output(clone: Clone) -> None:

@@ -214,8 +214,11 @@ def test_calls_run_side_by_side_and_apart(talk: Callable[[Talk], None]) -> None:
 
 def test_a_call_whose_time_is_over(talk: Callable[[Talk], None]) -> None:
     async def conversation(client: Client) -> None:
-        done = await run(client, "echo begun; sleep 1000", timeout=1)
-        assert done["timed_out"]
+        for timeout in (1, 4, 16):  # On a busy machine nothing has begun after the shortest.
+            done = await run(client, "echo begun; sleep 1000", timeout=timeout)
+            assert done["timed_out"]
+            if done["stdout"]:
+                break
         assert done["stdout"] == "begun\n"
 
     talk(conversation)
@@ -228,7 +231,7 @@ def test_a_call_that_is_given_up_leaves_room(talk: Callable[[Talk], None]) -> No
                 calls.start_soon(partial(run, client, "sleep 1000", timeout=600))
             await anyio.sleep(1)
             calls.cancel_scope.cancel()
-        with anyio.fail_after(30):
+        with anyio.fail_after(120):
             assert (await run(client, "echo next"))["stdout"] == "next\n"
 
     talk(conversation)
@@ -322,7 +325,7 @@ def test_only_the_protocol_is_on_stdout(process_template: ProcessTemplate) -> No
         call(3, "sleep 1000")
         time.sleep(1)
         server.stdin.close()
-        assert server.wait(20) == 0
+        assert server.wait(60) == 0
         for line in server.stdout.read().splitlines():
             json.loads(line)
         assert b"Traceback" not in server.stderr.read()
@@ -350,7 +353,7 @@ def test_signals_end_it_and_leave_nothing(
         assert b"MCP server on standard input and output" in server.stderr.readline()
         assert list(tmp_path.iterdir())
         server.send_signal(number)
-        assert server.wait(20) == status
+        assert server.wait(60) == status
         assert server.stderr.read() == b""
         assert list(tmp_path.iterdir()) == []
     finally:
@@ -377,7 +380,7 @@ def test_over_http(process_template: ProcessTemplate, refused: Refused) -> None:
         assert refused("--http", port) == f"error: port {port} can't be listened on: Address already in use"
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(60)
         server.stderr.close()
 
 

@@ -21,9 +21,13 @@ from subten.agent.speculation.scripted import tokens
 from subten.engine import LLM, AsyncEngine, LoadedModel, SamplingParams, load_model
 from subten.errors import ContextLengthError, ParameterError, ProposerError
 from support.speculation import Farm, check
+from support.stepping import few_steps
 from support.tiny_model import save_tiny_model
 
 MESSAGES = [{"role": "user", "content": "Repair it."}]
+
+
+WAIT = 60.0
 
 
 async def answer(candidate: Any) -> str:
@@ -93,7 +97,7 @@ def with_engine(model: LoadedModel, use: Callable[[AsyncEngine], Coroutine[Any, 
     async def run() -> Any:
         async with AsyncEngine(llm) as engine:
             result = await use(engine)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(WAIT):
                 while (stats := await engine.stats()).running:
                     await asyncio.sleep(0.005)
             assert stats.available_pages == stats.pages
@@ -136,15 +140,16 @@ def test_candidates_share_the_pages_of_their_prompt(model: LoadedModel) -> None:
     long = [{"role": "user", "content": "x" * 400}]
 
     async def held(engine: AsyncEngine, count: int) -> int:
-        candidates = await EngineProposer(engine, PARAMS, "tiny").propose(long, count, 7)
-        for candidate in candidates:
-            async for piece in candidate:
-                if piece.tokens:
-                    break
-        stats = await engine.stats()
-        for candidate in candidates:
-            await candidate.release()
-        return stats.pages - stats.available_pages
+        with few_steps(engine._llm.loop, 20):
+            candidates = await EngineProposer(engine, PARAMS, "tiny").propose(long, count, 7)
+            for candidate in candidates:
+                async for piece in candidate:
+                    if piece.tokens:
+                        break
+            stats = await engine.stats()
+            for candidate in candidates:
+                await candidate.release()
+            return stats.pages - stats.available_pages
 
     alone = with_engine(model, lambda engine: held(engine, 1))
     together = with_engine(model, lambda engine: held(engine, 4))
@@ -157,20 +162,21 @@ def test_a_candidate_that_is_given_up_frees_its_pages_and_the_others_go_on(model
     params = SamplingParams(temperature=1.0, max_tokens=150, ignore_eos=True)
 
     async def ask(engine: AsyncEngine) -> list[str]:
-        first, second, third = await EngineProposer(engine, params, "tiny").propose(MESSAGES, 3, 7)
-        reading = asyncio.create_task(answer(second))
-        async for piece in first:
-            if piece.tokens:
-                break
-        held = (await engine.stats()).pages - (await engine.stats()).available_pages
-        await first.release()
-        await third.release()
-        async with asyncio.timeout(10):
-            while (await engine.stats()).running > 1:
-                await asyncio.sleep(0.002)
-        assert not reading.done()
-        stats = await engine.stats()
-        assert stats.pages - stats.available_pages <= held
+        with few_steps(engine._llm.loop, 50):
+            first, second, third = await EngineProposer(engine, params, "tiny").propose(MESSAGES, 3, 7)
+            reading = asyncio.create_task(answer(second))
+            async for piece in first:
+                if piece.tokens:
+                    break
+            held = (await engine.stats()).pages - (await engine.stats()).available_pages
+            await first.release()
+            await third.release()
+            async with asyncio.timeout(WAIT):
+                while (await engine.stats()).running > 1:
+                    await asyncio.sleep(0.002)
+            assert not reading.done()
+            stats = await engine.stats()
+            assert stats.pages - stats.available_pages <= held
         text = await reading
         await second.release()
         return text
@@ -199,12 +205,13 @@ def test_a_run_that_is_cancelled_frees_its_forks(model: LoadedModel) -> None:
 
     async def ask(engine: AsyncEngine) -> None:
         run = Search(EngineProposer(engine, params, "tiny"), Farm(), check)
-        task = asyncio.create_task(run.run(MESSAGES))
-        while not (await engine.stats()).running:
-            await asyncio.sleep(0.002)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        with few_steps(engine._llm.loop, 50):
+            task = asyncio.create_task(run.run(MESSAGES))
+            while not (await engine.stats()).running:
+                await asyncio.sleep(0.002)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
 
     with_engine(model, ask)
 
@@ -302,7 +309,8 @@ def test_a_stream_is_read_and_the_request_is_what_servers_expect() -> None:
 )
 def test_servers_that_fail(server: Callable[[], Stub], words: str) -> None:
     async def ask() -> None:
-        async with stub(server(), silence=0.3) as proposer:
+        failing = server()
+        async with stub(failing, silence=0.3 if failing.hang else WAIT) as proposer:
             (candidate,) = await proposer.propose(MESSAGES, 1, 0)
             with pytest.raises(ProposerError, match=words):
                 await answer(candidate)
@@ -324,12 +332,12 @@ def test_a_server_that_is_not_there() -> None:
 def test_a_denied_plan_closes_its_connection() -> None:
     async def ask() -> None:
         server = Stub(said("```bash\n"), said("rm -rf /workspace/tests \n"), said("more"), hang=True)
-        async with stub(server, silence=30) as proposer:
+        async with stub(server, silence=WAIT) as proposer:
             policy = Policy(protect_paths=["/workspace/tests"])
             run = Search(proposer, Farm(), check, policy=policy, options=Options(branches=1))
             outcome = await run.run(MESSAGES)
             assert outcome.tree.nodes[0].judged.stage == "stream"
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(WAIT / 2):  # Before it would be for the silence.
                 await server.gone.wait()
 
     asyncio.run(ask())

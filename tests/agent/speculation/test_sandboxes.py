@@ -102,8 +102,6 @@ def test_a_second_round_goes_on_in_a_branch_of_the_first(pool: Pool) -> None:
 
 
 def test_a_guest_that_never_answers(process_template: ProcessTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "GRACE_SECONDS", 0.5)
-
     class Silent:
         def take(self) -> Clone:
             clone = process_template.clone()
@@ -111,6 +109,7 @@ def test_a_guest_that_never_answers(process_template: ProcessTemplate, monkeypat
             for task in Path(f"/proc/{clone.process_id}/task").iterdir():
                 for child in (task / "children").read_text().split():
                     os.kill(int(child), signal.SIGSTOP)
+            monkeypatch.setattr(interface, "GRACE_SECONDS", 0.5)
             return clone
 
     source = Silent()
