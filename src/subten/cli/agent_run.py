@@ -17,6 +17,7 @@ import typer
 from subten.cli import options
 from subten.cli.files import read_text
 from subten.cli.terminal import note, progress, write_text
+from subten.cli.threads import suit_threads
 from subten.errors import ParameterError, StorageError
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ async def _proposer(source: _Source) -> AsyncIterator[Proposer]:
         params = SamplingParams(temperature=source.temperature, max_tokens=source.max_tokens)
         with progress("loading") as loaded:
             llm = LLM(source.model, max_batch=source.branches, device=source.device, progress=loaded)
+        suit_threads(llm.model)
         async with AsyncEngine(llm) as engine:
             yield EngineProposer(engine, params, source.model)
 

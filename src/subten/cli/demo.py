@@ -9,6 +9,7 @@ import typer
 from subten.cli import options
 from subten.cli.streaming import stream_answer
 from subten.cli.terminal import note, progress, show, size, write_text
+from subten.cli.threads import suit_threads
 from subten.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def demo(
     fmt = get_format(kv)
     with progress("loading") as loaded:
         loaded_model = load_model(model, dtype=dtype, device=device, progress=loaded)
+    suit_threads(loaded_model)
     prompt = _prompt(loaded_model, prompt_tokens, max_tokens)
     context = min(loaded_model.spec.max_positions, len(prompt) + max_tokens)
     # The rule of positions alone: what the comparison measures is then what the answer was generated with.

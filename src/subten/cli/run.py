@@ -12,6 +12,7 @@ from subten.cli import options
 from subten.cli.files import read_stdin
 from subten.cli.streaming import stream_answer
 from subten.cli.terminal import note, progress, write_text
+from subten.cli.threads import suit_threads
 from subten.errors import CacheMemoryError, ContextLengthError, ParameterError
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def run(
             weights=weights,
             progress=loaded,
         )
+    suit_threads(llm.model)
     history = [] if system is None else [{"role": "system", "content": system}]
     if text is None:
         _converse(llm, params, history)

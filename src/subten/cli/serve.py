@@ -9,6 +9,7 @@ import typer
 
 from subten.cli import options
 from subten.cli.terminal import progress
+from subten.cli.threads import suit_threads
 from subten.errors import ExtraMissingError, ParameterError
 
 
@@ -102,6 +103,7 @@ def serve(
                 weights=weights,
                 progress=loaded,
             )
+        suit_threads(llm.model)
         run(llm, settings, sockets, keys)
 
 
