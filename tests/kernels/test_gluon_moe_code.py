@@ -25,7 +25,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 def test_the_loops_over_weights(compiled: dict[str, dict], name: str, columns: int) -> None:
     """A warp of its own asks for weights, so that nothing of that is in the loops: they read matrices and multiply
     them by `mma.sync`. Loads from global memory are those of scales. Nothing is spilled, and nothing added to memory
-    before all slices of a run are."""
+    before all slices of a run are. Triton 3.6 and 3.7 put in three barriers, 3.9 two."""
     result = compiled[name]
     assert result["columns"] == columns
     assert result["registers"] <= result["allowed"]
@@ -33,7 +33,7 @@ def test_the_loops_over_weights(compiled: dict[str, dict], name: str, columns: i
         opcodes = result[loop]
         assert opcodes["LDSM"] >= 8
         assert opcodes["HMMA"] >= 8
-        assert opcodes["BAR"] <= 2
+        assert opcodes["BAR"] <= 3
         assert opcodes.get("LDG", 0) <= most_loads, "weights or tokens are read one by one"
         unwanted = {"UTMALDG", "FENCE", "MEMBAR", "I2F", "I2FP", "LDGSTS", "ATOMG", "REDG", "LDL", "STL"}
         assert not unwanted & set(opcodes)

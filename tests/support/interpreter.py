@@ -22,7 +22,8 @@ _BITS = {8: np.uint8, 16: np.uint16, 32: np.uint32}
 
 def correct_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversions to bf16 and FP8 round to the nearest, and dots of bf16 and FP8 multiply numbers and not bits;
-    sums of a dot are exact before they are rounded, so that they do not depend on the shape of the operands."""
+    sums of a dot are exact before they are rounded, so that they do not depend on the shape of the operands. A
+    multiply-add rounds once."""
 
     def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
         tensor = _tensor(values, source).to(_TYPES[target.name])
@@ -34,7 +35,12 @@ def correct_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         sums = np.matmul(left, right) + d.data
         return interpreter.TensorHandle(sums.astype(d.data.dtype), d.dtype.scalar)
 
+    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        exact = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 

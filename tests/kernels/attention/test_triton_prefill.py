@@ -15,6 +15,7 @@ from subten.kernels.attention.triton_prefill import PreparedQueries, attend_pref
 from support.attention import History, Paged, calibrated, history, reads_codes, through_codes
 from support.compiled import compiled
 from support.device_code import quicken_interpreter
+from support.interpreter import correct_numbers
 from support.kv import gaussian
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, where the interpreter computes NaN
@@ -26,6 +27,7 @@ TOLERANCE = 2e-3
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernels get to write to holds NaN."""
     quicken_interpreter(monkeypatch)
+    correct_numbers(monkeypatch)
     monkeypatch.setattr(torch, "empty_like", poisoned_like)
     monkeypatch.setattr(triton_prefill, "query_memory", poisoned_queries)
 

@@ -116,7 +116,7 @@ def _sum_of_lanes(values, TUNING: tl.constexpr):
 def _sum_of_columns(values, TUNING: tl.constexpr):
     """Of [lanes, step, columns] over lanes and steps, as products with ones: in an order that the layout of a tile
     has no part in. Three terms of 8 bits each are all of a float32."""
-    ones = tl.full([values.shape[0], 16, values.shape[1]], 1.0, tl.bfloat16)
+    ones = tl.full([values.shape[0], 16, values.shape[1]], 1.0, tl.float32).to(tl.bfloat16)
     total = tl.zeros([values.shape[0], 16, values.shape[2]], tl.float32)
     for _ in tl.static_range(3):
         term = values.to(tl.bfloat16)
