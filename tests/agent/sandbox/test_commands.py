@@ -33,7 +33,7 @@ def seen(result: Result) -> tuple[int, bytes, bytes]:
 COMMANDS = [
     'echo "$0|$#|$*|$-|$PPID|$?|$!"',
     "tr '\\0' '|' < /proc/$$/cmdline",
-    "cut -d ' ' -f 2-8 /proc/$$/stat | sed s/$$/self/g",
+    "cut -d ' ' -f 2,4-8 /proc/$$/stat | sed s/$$/self/g",
     "grep -v -e ^Vm -e ^Rss -e ctxt -e id: -e NS -e CoreDumping /proc/$$/status",
     "stat -c '%u %g' /proc/$$ /proc/$$/fd; ls -l /proc/$$/fd | sed -e 's/.*[0-9]:[0-9]* //' -e 's/[0-9]*]//'",
     "grep stack /proc/$$/maps",
