@@ -34,7 +34,7 @@ COMMANDS = [
     'echo "$0|$#|$*|$-|$PPID|$?|$!"',
     "tr '\\0' '|' < /proc/$$/cmdline",
     "cut -d ' ' -f 2,4-8 /proc/$$/stat | sed s/$$/self/g",
-    "grep -v -e ^Vm -e ^Rss -e ctxt -e id: -e NS -e CoreDumping /proc/$$/status",
+    "grep -v -e ^Vm -e ^Rss -e ctxt -e id: -e NS -e CoreDumping -e ^State /proc/$$/status",
     "stat -c '%u %g' /proc/$$ /proc/$$/fd; ls -l /proc/$$/fd | sed -e 's/.*[0-9]:[0-9]* //' -e 's/[0-9]*]//'",
     "grep stack /proc/$$/maps",
     "cat /proc/$$/limits /proc/$$/oom_score_adj /proc/$$/cgroup",
