@@ -71,13 +71,12 @@ def compile_one(name: str, folder: Path) -> Compiled:
     loops = code.loops()
     pages = max(loops, key=lambda lines: sum("HMMA" in line for line in lines))
     opcodes = Counter(opcode(line) for line in pages)
-    tile = tuning.wide_tile if shape.keys.grid is None else tuning.tile
     return Compiled(
         name,
         code.registers,
         code.spilled,
         sum(opcode(line) in ("LDL", "STL") for lines in loops for line in lines),
-        len(pages) * 32 / (2 * tile * head_dim),
+        len(pages) * 32 / (2 * tuning.tile * head_dim),
         dict(opcodes.most_common()),
     )
 

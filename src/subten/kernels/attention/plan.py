@@ -130,8 +130,8 @@ class DecodeTuning:
         warps: of one program, a power of two; each works on tokens of its own.
         programs_per_sm: that the registers of a multiprocessor have to suffice for.
         stages: of the loop over pages: tiles in flight per warp, the one at work included.
-        tile: coded tokens that a warp works on at a time.
-        wide_tile: tokens in 16 bit that a warp works on at a time.
+        tile: tokens of pages that a warp works on at a time.
+        wide_tile: tokens of windows, in 16 bit, that a warp works on at a time; of pages in 16 bit as many.
     """
 
     warps: int
@@ -162,6 +162,7 @@ def tune_decode(shape: DecodeShape, removed_mean: bool, warps: int = 4) -> Decod
     crowded = tile * words > 1024 or shape.channels * shape.heads > 1024 or removed_mean
     stages = 5
     if shape.keys.grid is None:
+        tile = wide_tile
         stages = 3 if shape.channels <= 128 and shape.heads <= 16 else 1
     return DecodeTuning(warps, (8 if crowded else 12) // warps, stages, tile=tile, wide_tile=wide_tile)
 
@@ -199,8 +200,7 @@ def plan_decode(
     tuning = tune_decode(shape, removed_mean, warps=8 if FEW_SPLITS * pairs < 2 * num_sms - FEW_SPLITS else 4)
     resident = tuning.programs_per_sm * num_sms
     programs = resident if _WAVES * pairs <= resident else _WAVES * resident
-    tile = tuning.wide_tile if shape.keys.grid is None else tuning.tile
-    pages_per_split = max(1, _TILES_PER_WARP * tuning.warps * tile // PAGE_SIZE)
+    pages_per_split = _TILES_PER_WARP * tuning.warps * tuning.tile // PAGE_SIZE
     useful = -(-max_pages // pages_per_split)
     return DecodePlan(max(1, min(programs // pairs, useful)), pages_per_split, tuning)
 

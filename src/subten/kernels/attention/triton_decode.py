@@ -543,7 +543,7 @@ def _attend_wide_pages(
     TUNING: tl.constexpr,
 ):
     """As `_attend_codes`, of pages that code nothing: their planes are [tokens, channels]."""
-    TILES: tl.constexpr = _PAGE_SIZE // TUNING.wide_tile
+    TILES: tl.constexpr = _PAGE_SIZE // TUNING.tile
     lane, head, channel = tl.arange(0, TUNING.warps), tl.arange(0, SHAPE.heads), tl.arange(0, SHAPE.channels)
     wide_q, unit = _wide_query(q, channel, head, scale, SHAPE, TUNING)
     highest = tl.full([TUNING.warps, SHAPE.heads], _LOWEST, tl.float32)
@@ -552,7 +552,7 @@ def _attend_wide_pages(
     for tile in tl.range(first_page * TILES, end_page * TILES, TUNING.warps, num_stages=TUNING.stages):
         page = (tile + lane) // TILES
         inside = page < end_page
-        token = ((tile + lane) % TILES * TUNING.wide_tile)[:, None] + tl.arange(0, TUNING.wide_tile)[None, :]
+        token = ((tile + lane) % TILES * TUNING.tile)[:, None] + tl.arange(0, TUNING.tile)[None, :]
         number = page[:, None] * _PAGE_SIZE + token
         visible = _visible(number, first_token, end_token, SHAPE)
         units = wide_product(tl.load(table + page, mask=inside, other=0), page_stride)
