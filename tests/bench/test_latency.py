@@ -262,14 +262,16 @@ def test_going_on_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert main(arguments) == 0
     before = json.loads(path.read_text())["latency"]
 
-    def fails(*_):
-        raise RuntimeError("no more")
+    for reason in ("no more", "nor now"):
 
-    monkeypatch.setattr(latency, "time_steps", fails)
-    assert main([*arguments, "--resume", "--kv", "bf16,kv2", "--steps", "20"]) == 1
-    after = json.loads(path.read_text())["latency"]
-    assert after[:4] == before
-    assert [(row["kv"], row["note"]) for row in after[4:]] == [("kv2", "RuntimeError: no more")] * 2
+        def fails(*_, reason: str = reason):
+            raise RuntimeError(reason)
+
+        monkeypatch.setattr(latency, "time_steps", fails)
+        assert main([*arguments, "--resume", "--kv", "bf16,kv2", "--steps", "20"]) == 1
+        after = json.loads(path.read_text())["latency"]
+        assert after[:4] == before
+        assert [(row["kv"], row["note"]) for row in after[4:]] == [("kv2", f"RuntimeError: {reason}")] * 2
 
 
 def test_going_on_looks_for_the_largest_batch_that_was_not_found(tmp_path: Path) -> None:

@@ -51,9 +51,9 @@ class LatencyResults:
     def take(self, row: LatencyRow | LargestRow) -> None:
         """Print a row, keep it unless it has no figure and another one does, and save all."""
         if isinstance(row, LatencyRow):
-            key = _row_of(row)
-            if row.p50_ms is not None or key not in self.rows:
-                self.rows[key] = row
+            before = self.rows.get(_row_of(row))
+            if row.p50_ms is not None or before is None or before.p50_ms is None:
+                self.rows[_row_of(row)] = row
             line = "\n".join([latency_line(row), *profile_lines(row.profile)])
         else:
             self.largest[_cache_of(row)] = row
