@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from subten.kernels.attention.gluon_decode import DECODE as GLUON
+from subten.kernels.attention.gluon_prefill import attend_prefill as gluon_prefill
+from subten.kernels.attention.gluon_prefill import serves
 from subten.kernels.attention.inputs import QKNorm
 from subten.kernels.attention.paged import norm_and_rotate
 from subten.kernels.attention.triton_decode import DECODE as TRITON
 from subten.kernels.attention.triton_heads import norm_and_rotate_rows
+from subten.kernels.attention.triton_prefill import attend_prefill
 from subten.kernels.rope import RopeSpec, rope_table
 from support.on_gpu import GpuCache, overall_error, worst_error
 
@@ -111,4 +116,27 @@ def test_triton_prefill(name: str, head_dim: int, group: int, rule, new: tuple[i
     cache = GpuCache.of(name, head_dim, 2, group, (0, 100, 700, 2000), room=400, rule=rule, seed=head_dim + group)
     found, expected = cache.prefill(new, rule)
     assert worst_error(found, expected) <= 5e-3
+    assert overall_error(found, expected) <= ALLOWED
+
+
+@pytest.mark.parametrize("rule", ["window", "chunk"])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "group"), [("kv2", 128, 4), ("kv2", 128, 8), ("kv2", 64, 3), ("kv2-plain", 128, 5)]
+)
+@pytest.mark.parametrize("new", [(300, 1, 257, 64), (10, 1, 16, 2)])
+def test_gluon_prefill(name: str, head_dim: int, group: int, rule, new: tuple[int, ...]) -> None:
+    lengths, seed = (0, 100, 700, 2000), head_dim + group
+    cache = GpuCache.of(name, head_dim, 2, group, lengths, room=400, rule=rule, seed=seed, mean_key=False)
+    assert serves(cache.layer)
+    found, expected = cache.prefill(new, rule, gluon_prefill)
+    assert worst_error(found, expected) <= 5e-3
+    assert overall_error(found, expected) <= ALLOWED
+
+
+@pytest.mark.parametrize("rule", ["window", "chunk"])
+@pytest.mark.parametrize("sliding_window", [150, 1000])
+def test_gluon_prefill_in_a_sliding_window(rule, sliding_window: int) -> None:
+    cache = GpuCache.of("kv2", 128, 2, 4, (0, 100, 700, 2000), room=400, rule=rule, mean_key=False)
+    kernels = (partial(kernel, sliding_window=sliding_window) for kernel in (gluon_prefill, attend_prefill))
+    (found, _), (expected, _) = (cache.prefill((300, 1, 257, 64), rule, kernel) for kernel in kernels)
     assert overall_error(found, expected) <= ALLOWED

@@ -17,6 +17,7 @@ from subten.kernels.attention.decode_kernel import DecodeKernel
 from subten.kernels.attention.device_cache import PagedLayers
 from subten.kernels.attention.inputs import PrefillRule
 from subten.kernels.attention.triton_append import append_chunk, append_decode
+from subten.kernels.attention.triton_paged import AttendPrefill
 from subten.kernels.attention.triton_prefill import attend_prefill
 from subten.kernels.rope import RopeSpec, rope_table
 from support.attention import calibrated
@@ -142,12 +143,14 @@ class GpuCache:
         keys, values = self.cache.windows[int(self.window_slot[row])][:, :, moves.held_slots].transpose(1, 2)
         return WideTokens(keys, values, moves.positions[:-1])
 
-    def prefill(self, new: Sequence[int], rule: PrefillRule) -> tuple[Tensor, Tensor]:
+    def prefill(
+        self, new: Sequence[int], rule: PrefillRule, kernel: AttendPrefill = attend_prefill
+    ) -> tuple[Tensor, Tensor]:
         """New chunks behind every sequence: the kernel's result, and the reference's."""
         inputs = self.inputs(self.lengths, new, range(len(self.lengths)), rule)
         wide = append_chunk(*self.tokens(sum(new), self.seed + 5), self.layer, inputs)
         q, scale = self.queries(sum(new), torch.float32), self.cache.layout.head_dim**-0.5
-        found = attend_prefill(q, wide, self.layer, inputs, scale)
+        found = kernel(q, wide, self.layer, inputs, scale)
         return found, attend_reference(q, wide.by_sequence, self.cache, inputs, scale)
 
 

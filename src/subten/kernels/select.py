@@ -115,10 +115,15 @@ def _reference(operation: str, path: str, *, capturable: bool = True) -> Impleme
 _TRITON_PAGED = "subten.kernels.attention.triton_paged.TritonPagedAttention"
 _GLUON_MOE = "subten.kernels.moe.gluon_moe"
 _GLUON_DECODE = "subten.kernels.attention.gluon_decode.DECODE"
+_GLUON_PREFILL = "subten.kernels.attention.gluon_prefill.attend_prefill"
 
 
 def _attention(name: str, device: str, load: Callable[[], Any], unavailable: Callable[[Use], str | None]) -> Any:
     return Implementation(CACHED_ATTENTION, name, frozenset({device}), load, unavailable, CODED_AHEAD)
+
+
+def _gluon_attention() -> Callable[..., Any]:
+    return partial(_load(_TRITON_PAGED), decode=_load(_GLUON_DECODE), prefill=_load(_GLUON_PREFILL))
 
 
 def _moe(
@@ -198,7 +203,7 @@ REGISTRY: tuple[Implementation, ...] = (
     # Behind the reference, which visits only the experts that were chosen.
     _moe("unfused", "cpu", "subten.kernels.moe.unfused.moe_unfused"),
     _reference("dense_attention", "subten.kernels.attention.dense.dense_attention_reference", capturable=False),
-    _attention("gluon", "cuda", lambda: partial(_load(_TRITON_PAGED), decode=_load(_GLUON_DECODE)), _no_gluon),
+    _attention("gluon", "cuda", _gluon_attention, _no_gluon),
     _attention("triton", "cuda", partial(_load, _TRITON_PAGED), _no_triton),
     _reference(CACHED_ATTENTION, "subten.kernels.attention.paged.TorchPagedAttention", capturable=False),
     # Behind the reference, as it is a thousand times slower: it runs on a CPU where it is asked for.

@@ -24,6 +24,7 @@ along with its result. The program's own coded queries are not needed any more b
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,13 @@ class Blocks:
         return cls(128, 8, 2) if head_dim <= 128 else cls(64, 4, 1)
 
 
+AttendCodes = Callable[[dict[str, Any], tuple[int, int, int]], tuple[Tensor, Tensor]]
+"""``attend_codes(arguments, grid)``: rows over the pages that they see, with the arguments and the grid of
+`prefill_kernel`. Returns float32 [num_kv_heads, rows, head_dim], sums in the coded space of the values, in the order
+of `_channel`, and [2, num_kv_heads, rows], each row's largest score in base 2 and the sum of its weights. What is
+there of the rows of a program that sees no page is not read."""
+
+
 def attend_prefill(
     q: Tensor,
     wide: WideBatch,
@@ -104,6 +112,23 @@ def attend_prefill(
     Returns:
         [tokens, num_heads, head_dim] in q's dtype.
     """
+    return attend_prefill_with(
+        None, q, wide, layer, inputs, scale, sliding_window=sliding_window, sink_logits=sink_logits
+    )
+
+
+def attend_prefill_with(
+    attend_codes: AttendCodes | None,
+    q: Tensor,
+    wide: WideBatch,
+    layer: PagedLayers,
+    inputs: AttentionInputs,
+    scale: float,
+    *,
+    sliding_window: int | None,
+    sink_logits: Tensor | None,
+) -> Tensor:
+    """`attend_prefill`, with something else for the pages; None where the kernel takes them itself."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     group = q.shape[1] // layer.pages.shape[2]
     longest = max((step.end - step.start for step in inputs.sequences), default=0) * group
@@ -119,6 +144,8 @@ def attend_prefill(
         prepared, wide, out, layer, inputs, scale, blocks, sliding_window=sliding_window, sink_logits=sink_logits
     )
     grid = triton.cdiv(longest, blocks.rows), layer.pages.shape[2], len(inputs.sequences)
+    if attend_codes is not None:
+        arguments["sums"], arguments["stats"] = attend_codes(arguments, grid)
     prefill_kernel[grid](**arguments, num_warps=blocks.warps, num_stages=blocks.stages)
     return out
 
@@ -314,6 +341,8 @@ def prefill_arguments(
         "queries": prepared.rows,
         "kept": prepared.kept,
         "factor": prepared.factor,
+        "sums": None,
+        "stats": None,
         "out": out,
         "pages": pages,
         "pairs": layer.pages.view(torch.int32),
@@ -350,6 +379,8 @@ def prefill_kernel(
     queries,
     kept,
     factor,
+    sums,
+    stats,
     out,
     pages,
     pairs,
@@ -421,40 +452,44 @@ def prefill_kernel(
     end = tl.cdiv(coded_high - SINKS, _TILE)
     first = tl.minimum(tl.maximum(seen_low - SINKS, 0) // _TILE, end)
     if first < end:
-        column = tl.arange(0, PADDED)[None, :]
-        q_kept, q_cos, q_sin = None, None, None
-        if KEY.kind == "wide":
-            q = tl.load(place + column, mask=live[:, None], other=0.0)
-        else:
-            q = tl.load(place + part + column, mask=live[:, None], other=0.0)
-        if kept is not None:
-            q_kept = tl.load(
-                kept + index[:, None] * _KEPT + tl.arange(0, _KEPT)[None, :], mask=live[:, None], other=0.0
-            )
-        if cos is not None:
-            turn = tl.arange(0, PADDED // 2)[None, :]
-            q_cos = tl.load(place + 2 * part + turn, mask=live[:, None], other=0.0)
-            q_sin = tl.load(place + 2 * part + PADDED // 2 + turn, mask=live[:, None], other=0.0)
-        table = block_table + sequence.to(tl.int64) * table_row
-        for page in tl.range(first, end):
-            token = tl.arange(0, _TILE)
-            if KEY.kind != "wide":
-                token = token % 8 * 8 + token // 8
-            number = tl.load(table + page).to(tl.int64)
-            record = pages + number * pages_page + head * pages_head
-            words = pairs + number * (pages_page // 2) + head * (pages_head // 2)
-            at = SINKS + page * _TILE
-            keys = _keys(record, words, token, KEY, PLACES, HEAD_DIM, PADDED)
-            scores = tl.dot(q, tl.trans(keys))
+        if sums is None:
+            column = tl.arange(0, PADDED)[None, :]
+            q_kept, q_cos, q_sin = None, None, None
+            if KEY.kind == "wide":
+                q = tl.load(place + column, mask=live[:, None], other=0.0)
+            else:
+                q = tl.load(place + part + column, mask=live[:, None], other=0.0)
             if kept is not None:
-                scores = tl.dot(q_kept, tl.trans(_kept(record, token, PLACES)), scores)
+                q_kept = tl.load(
+                    kept + index[:, None] * _KEPT + tl.arange(0, _KEPT)[None, :], mask=live[:, None], other=0.0
+                )
             if cos is not None:
-                scores = tl.dot(q_cos, tl.trans(_turns(cos, at + token, coded_high, HEAD_DIM, PADDED)), scores)
-                scores = tl.dot(q_sin, tl.trans(_turns(sin, at + token, coded_high, HEAD_DIM, PADDED)), scores)
-            if (at + _TILE > coded_low) | (at < seen_high):
-                scores = _coded_seen(scores, (at + token)[None, :], seen[:, None], coded_end[:, None])
-            values = _values(record, words, token, coded_high - at, VALUE, PLACES, HEAD_DIM, PADDED)
-            highest, total, output = _add(scores, values, row_scale, highest, total, output)
+                turn = tl.arange(0, PADDED // 2)[None, :]
+                q_cos = tl.load(place + 2 * part + turn, mask=live[:, None], other=0.0)
+                q_sin = tl.load(place + 2 * part + PADDED // 2 + turn, mask=live[:, None], other=0.0)
+            table = block_table + sequence.to(tl.int64) * table_row
+            for page in tl.range(first, end):
+                token = tl.arange(0, _TILE)
+                if KEY.kind != "wide":
+                    token = token % 8 * 8 + token // 8
+                number = tl.load(table + page).to(tl.int64)
+                record = pages + number * pages_page + head * pages_head
+                words = pairs + number * (pages_page // 2) + head * (pages_head // 2)
+                at = SINKS + page * _TILE
+                keys = _keys(record, words, token, KEY, PLACES, HEAD_DIM, PADDED)
+                scores = tl.dot(q, tl.trans(keys))
+                if kept is not None:
+                    scores = tl.dot(q_kept, tl.trans(_kept(record, token, PLACES)), scores)
+                if cos is not None:
+                    scores = tl.dot(q_cos, tl.trans(_turns(cos, at + token, coded_high, HEAD_DIM, PADDED)), scores)
+                    scores = tl.dot(q_sin, tl.trans(_turns(sin, at + token, coded_high, HEAD_DIM, PADDED)), scores)
+                if (at + _TILE > coded_low) | (at < seen_high):
+                    scores = _coded_seen(scores, (at + token)[None, :], seen[:, None], coded_end[:, None])
+                values = _values(record, words, token, coded_high - at, VALUE, PLACES, HEAD_DIM, PADDED)
+                highest, total, output = _add(scores, values, row_scale, highest, total, output)
+        else:
+            lengths = stats + tl.num_programs(1).to(tl.int64) * rows
+            highest, total, output = _joined(sums, stats, lengths, index, live, highest, total, PADDED)
         if VALUE.kind != "wide":
             output = _turned(output, place + part, live, matrix, head * (HEAD_DIM * PADDED), VALUE, HEAD_DIM, PADDED)
 
@@ -531,6 +566,18 @@ def _add(scores, values, row_scale, highest, total, output):
     total = total * decay + tl.sum(weights, 1)
     output = tl.dot(weights.to(tl.float16), values, output * decay[:, None])
     return new, total, output
+
+
+@triton.jit
+def _joined(sums, largest, lengths, index, live, highest, total, PADDED: tl.constexpr):
+    """Take what others found of the pages into a running softmax that has seen no value."""
+    column = tl.arange(0, PADDED)[None, :]
+    largest = tl.load(largest + index, mask=live, other=0.0)
+    new = tl.maximum(highest, largest)
+    decay = tl.exp2(largest - new)
+    total = total * tl.exp2(highest - new) + tl.load(lengths + index, mask=live, other=0.0) * decay
+    output = tl.load(sums + index[:, None] * PADDED + column, mask=live[:, None], other=0.0)
+    return new, total, output * decay[:, None]
 
 
 @triton.jit
