@@ -18,6 +18,9 @@ Sinks = Annotated[int | None, typer.Option(help="Tokens at the start kept in 16 
 Recent = Annotated[int | None, typer.Option(help="Newest tokens kept in 16 bit [default: the format's].")]
 Prefill = Annotated[str, typer.Option(help="What a prompt's chunk sees of itself: `window` or `chunk`.")]
 ChunkSize = Annotated[int, typer.Option(help="Prompt tokens per step.")]
+ServedChunkSize = Annotated[
+    int | None, typer.Option(help="Prompt tokens per step; unless given, 1024 on a GPU and 256 on a CPU.")
+]
 MaxKLD = Annotated[
     float | None, typer.Option(help="Refuse the format if it diverges by more from 16 bit, in nats per token.")
 ]

@@ -39,7 +39,7 @@ def run(
     sinks: options.Sinks = None,
     recent: options.Recent = None,
     prefill: options.Prefill = "chunk",
-    chunk_size: options.ChunkSize = 256,
+    chunk_size: options.ServedChunkSize = None,
     max_kld: options.MaxKLD = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",

@@ -48,7 +48,7 @@ def serve(
         bool | None, typer.Option("--log-prompts", help="Write prompts and answers into the log.")
     ] = None,
     prefill: options.Prefill = "chunk",
-    chunk_size: options.ChunkSize = 256,
+    chunk_size: options.ServedChunkSize = None,
     max_kld: options.MaxKLD = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",

@@ -35,6 +35,11 @@ from subten.kvcache import CacheBooks
 
 log = logging.getLogger(__name__)
 
+_CHUNK_SIZES = {"cpu": 256, "cuda": 1024}
+"""Prompt tokens of a step, by type of device. On an H200, 1024 at a time take half to a third as long each as 256 do
+(docs/benchmarks): those have fewer programs in attention than the GPU has multiprocessors, and take the host nearly as
+long to launch."""
+
 
 class LLM:
     """A model with a KV cache of a chosen format.
@@ -51,6 +56,7 @@ class LLM:
         prefill: what a prompt's chunk sees of itself. "chunk": its own tokens in 16 bit (better, as in other
             engines). "window": what decoding would see, so that results do not depend on chunking.
         chunk_size: prompt tokens per step; while others decode, one such step of prompts follows each of theirs.
+            None is 1024 on a GPU, which smaller ones leave idle, and 256 on a CPU.
         itl_budget_ms: milliseconds from one token of a stream to the next that prompts have to leave to those that
             decode; then a prompt's step is taken some layers at a time (pacing.py). None: whole steps.
         reserve: tokens beyond its present length for which a request has memory set aside when others are admitted.
@@ -87,7 +93,7 @@ class LLM:
         sinks: int | None = None,
         recent: int | None = None,
         prefill: PrefillRule = "chunk",
-        chunk_size: int = 256,
+        chunk_size: int | None = None,
         itl_budget_ms: float | None = None,
         reserve: int | None = None,
         prefix_cache: bool = True,
@@ -105,8 +111,8 @@ class LLM:
             raise ParameterError(f"max_batch is {max_batch}; it must be 1 or more")
         if max_kld is not None and not max_kld >= 0:
             raise ParameterError(f"max_kld is {max_kld}; it must be 0 or more, or None")
-        if chunk_size < 1:
-            raise ParameterError(f"chunk_size is {chunk_size}; it must be 1 or more")
+        if chunk_size is not None and chunk_size < 1:
+            raise ParameterError(f"chunk_size is {chunk_size}; it must be 1 or more, or None")
         if itl_budget_ms is not None and not itl_budget_ms > 0:
             raise ParameterError(f"itl_budget_ms is {itl_budget_ms}; it must be above 0, or None")
         if reserve is not None and reserve < 1:
@@ -147,6 +153,8 @@ class LLM:
         self.max_context = pools.max_context
         if max_kld is not None:
             check_quality(model, self.kv, self.max_context, max_kld)
+        if chunk_size is None:
+            chunk_size = _CHUNK_SIZES[model.device.type]
         self._chunk_size = chunk_size
         namespace = f"{model.fingerprint} {model.dtype} {self.kv} {prefill} {chunk_size}"
         self._books = CacheBooks(
