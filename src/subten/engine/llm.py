@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 _CHUNK_SIZES = {"cpu": 256, "cuda": 1024}
 """Prompt tokens of a step, by type of device. On an H200, 1024 at a time take half to a third as long each as 256 do
-(docs/benchmarks): those have fewer programs in attention than the GPU has multiprocessors, and take the host nearly as
-long to launch."""
+(docs/benchmarks): those have fewer programs in attention than the GPU has multiprocessors, and take the host nearly
+as long to launch."""
 
 
 class LLM:
@@ -319,8 +319,9 @@ class LLM:
     def _warm_up(self) -> None:
         """Take prompts of all kinds once, so that none of them has to wait for a kernel to be compiled."""
         few = sizes(MOST_TOKENS_OF_A_LAUNCH)
-        for length in sorted({*few, *(size + 1 for size in few), self._chunk_size}):
-            if length <= min(self._chunk_size, self.max_context):
+        longest = min(self._chunk_size, self.max_context)
+        for length in sorted({*few, *(size + 1 for size in few), longest}):
+            if length <= longest:
                 list(self.score([0] * length))
         self._usage = CacheUsage(0, 0, 0, 0)
 
