@@ -266,6 +266,29 @@ def test_impossible_settings(model: LoadedModel, options: dict, error: type[Exce
         LLM(model, **options)
 
 
+@pytest.mark.parametrize(("chunk_size", "max_context"), [(None, 300), (None, 200), (40, 300), (5, 300)])
+def test_a_warm_up_takes_prompts_of_all_sizes_and_leaves_nothing(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, chunk_size: int | None, max_context: int
+) -> None:
+    """Up to a whole chunk, or all that the context has room for, without the logits of all its tokens."""
+    llm = LLM(model, kv="kv2", max_context=max_context, max_batch=2, chunk_size=chunk_size, sinks=4, recent=8)
+    run, taken = llm._runner.run, []
+
+    def noted(batch, *, all_logits: bool = False):
+        taken.append((len(batch[0].token_ids), all_logits))
+        return run(batch, all_logits=all_logits)
+
+    monkeypatch.setattr(llm._runner, "run", noted)
+    llm._warm_up()
+    longest = min(chunk_size or 256, max_context)
+    assert taken[-1] == (longest, False)
+    few = {1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65}
+    assert {(size, True) for size in few if size <= longest} <= set(taken)
+    assert max(size for size, _ in taken) == longest
+    assert llm._books.lengths() == ()
+    assert llm.stats().available_pages == llm.stats().pages
+
+
 def test_what_fits_is_true(model: LoadedModel) -> None:
     with pytest.raises(CacheMemoryError) as caught:
         LLM(model, max_batch=1, max_context=400, cache_bytes=420_000)

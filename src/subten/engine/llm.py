@@ -320,9 +320,15 @@ class LLM:
         """Take prompts of all kinds once, so that none of them has to wait for a kernel to be compiled."""
         few = sizes(MOST_TOKENS_OF_A_LAUNCH)
         longest = min(self._chunk_size, self.max_context)
-        for length in sorted({*few, *(size + 1 for size in few), longest}):
+        for length in sorted({*few, *(size + 1 for size in few)}):
             if length <= longest:
                 list(self.score([0] * length))
+        # Without the logits of all its tokens, for which a small GPU may have no room.
+        sequence = self._books.open().sequence
+        try:
+            self._runner.run([Work(self._books.append(sequence, [0] * longest), [0] * longest)])
+        finally:
+            self._books.free(sequence)
         self._usage = CacheUsage(0, 0, 0, 0)
 
     def _remember_usage(self) -> None:
