@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,8 +21,12 @@ _CHOSEN_BY_USER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def suit_threads(model: LoadedModel) -> None:
-    """One thread for a small model on a CPU, unless the environment says how many. Threads of an operation wait for
-    each other, and where other programs keep the cores busy, each of the many small ones waits for a turn."""
+    """One thread for a small model on a CPU, and for others no more than the container may keep busy, unless the
+    environment says how many.
+
+    Threads of an operation wait for each other. Where other programs keep the cores busy, each of many small ones
+    waits for a turn; where a container has used up its share of a period, all its threads stand still until the next.
+    """
     import torch
 
     from subten.models.weight_bytes import bytes_held
@@ -29,3 +36,38 @@ def suit_threads(model: LoadedModel) -> None:
     if bytes_held(model.decoder.weights) < SMALL:
         torch.set_num_threads(1)
         log.info("a small model is computed by one thread; OMP_NUM_THREADS asks for more")
+        return
+    quota = cpu_quota(Path("/"))
+    if quota is not None and math.ceil(quota) < torch.get_num_threads():
+        torch.set_num_threads(math.ceil(quota))
+        log.info("%d threads compute, as this container may keep %g CPUs busy", math.ceil(quota), quota)
+
+
+def cpu_quota(root: Path) -> float | None:
+    """CPUs that the control groups of this process may keep busy; None where they are not limited, or can't be read.
+
+    Version 2 (`cpu.max` of a group and of those it is in) or version 1 (as a container sees its own).
+
+    Args:
+        root: of the file system.
+    """
+    return min(_quotas(root), default=None)
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    groups = root / "sys/fs/cgroup"
+    own = next((line[3:] for line in _words(root / "proc/self/cgroup") if line.startswith("0::")), "/")
+    for group in (Path(own), *Path(own).parents):
+        quota, period = [*_words(groups / group.relative_to("/") / "cpu.max"), "", ""][:2]
+        if quota.isdigit() and period.isdigit():
+            yield int(quota) / int(period)
+    quota, period = ([*_words(groups / "cpu" / f"cpu.cfs_{name}_us"), ""][0] for name in ("quota", "period"))
+    if quota.isdigit() and period.isdigit():  # -1 is no limit.
+        yield int(quota) / int(period)
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError):
+        return []
