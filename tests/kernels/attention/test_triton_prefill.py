@@ -1,27 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from subten.formats import PAGE_SIZE, PageLayout, get_format
-from subten.formats.codec import decode_keys, decode_values
-from subten.kernels.attention import (
-    AttentionInputs,
-    LayerCache,
-    PrefillRule,
-    WideTokens,
-    gluon_prefill,
-    triton_prefill,
-)
-from subten.kernels.attention.attend import _boundaries, _split_query, attend_reference
+from subten.formats import PageLayout, get_format
+from subten.kernels.attention import AttentionInputs, PrefillRule, WideTokens, triton_prefill
+from subten.kernels.attention.attend import attend_reference
 from subten.kernels.attention.device_cache import PagedLayers
-from subten.kernels.attention.inputs import SequenceStep
 from subten.kernels.attention.triton_append import WideBatch, append_chunk
 from subten.kernels.attention.triton_prefill import PreparedQueries, attend_prefill, query_memory
 from support.attention import History, Paged, calibrated, history, reads_codes, through_codes
@@ -163,100 +151,6 @@ def test_sliding_windows_and_sink_logits(name: str, sliding_window: int | None, 
             weights = torch.cat([scores, logits[head].double().expand(size, 1)], dim=1).softmax(1)[:, :-1]
             expected = (weights * through) @ values[0] + (weights * ~through) @ values[1]
             assert relative_error(part[:, head], expected) <= TOLERANCE
-
-
-class CodesByTorch:
-    """`coded_kernel` in plain torch. Rows of programs that see no page stay as they are: memory that nobody wrote."""
-
-    arg_names = gluon_prefill.coded_kernel.arg_names
-
-    def __init__(self, cache: LayerCache, inputs: AttentionInputs) -> None:
-        self._cache, self._inputs, self.launches = cache, inputs, 0
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        assert grid[1] == self._cache.pages.shape[1]
-        return self._launch
-
-    def _launch(self, *, num_warps: int, **arguments: Any) -> None:
-        assert num_warps == gluon_prefill.WARPS
-        self.launches += 1
-        q, sums, stats = (arguments[name] for name in ("queries", "sums", "stats"))
-        for tensor in (sums, stats):
-            tensor.fill_(torch.nan)
-        rows = q[0].double() * arguments["factor"].double()[..., None]
-        for step in self._inputs.sequences:
-            self._sequence(step, rows, sums, stats, arguments)
-
-    def _sequence(
-        self, step: SequenceStep, rows: Tensor, sums: Tensor, stats: Tensor, arguments: dict[str, Any]
-    ) -> None:
-        cache, group, scale = self._cache, arguments["GROUP"], arguments["scale"]
-        own = slice(step.start * group, step.end * group)
-        fmt, rule = cache.layout.format, self._inputs.rule
-        position, end = _boundaries(step.context_len, step.length, fmt, rule, rows.device)
-        position, end = position.repeat_interleave(group), end.repeat_interleave(group)
-        sinks = fmt.sinks
-        seen = position + 1 - (arguments["sliding_window"] or step.length)
-        pages = step.pages[: -(-(int(end.max()) - sinks) // PAGE_SIZE)]
-        if not len(pages):
-            return
-        records = cache.pages.index_select(0, pages).transpose(0, 1)
-        kept, coded = _split_query(rows[:, own], cache)
-        keys = decode_keys(records, cache.layout)
-        token = sinks + torch.arange(keys.coded.shape[1])
-        scores = coded @ keys.coded.double().mT + kept @ keys.kept.double().mT
-        visible = (token < end[:, None]) & (token >= seen[:, None])
-        scores = (scores * scale).masked_fill(~visible, -torch.inf)
-        largest = scores.amax(-1).clamp(min=-1e30)
-        weights = (scores - largest[..., None]).exp2()
-        values = decode_values(records, cache.layout).double()
-        values = torch.where((token < end.max())[:, None], values, 0.0)
-        of_rows = weights @ values
-        # As `_channel` has them: the planes of a word side by side.
-        order = torch.arange(of_rows.shape[-1]).view(8, -1).T.flatten()
-        for first in range(0, len(position), 128):
-            part = slice(first, first + 128)
-            if max(int(seen[part].min()) - sinks, 0) // PAGE_SIZE * PAGE_SIZE < int(end[part].max()) - sinks:
-                at = slice(own.start + first, min(own.start + first + 128, own.stop))
-                sums[:, at] = of_rows[:, part][..., order].float()
-                stats[0, :, at], stats[1, :, at] = largest[:, part].float(), weights.sum(-1)[:, part].float()
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("sliding_window", [None, 40])
-@pytest.mark.parametrize("name", ["kv2", "kv2-plain"])
-def test_what_another_kernel_finds_of_the_pages_is_taken_in(
-    monkeypatch: pytest.MonkeyPatch, name: str, sliding_window: int | None, rule: PrefillRule
-) -> None:
-    layout, group, kv_heads = PageLayout(get_format(name, sinks=5, recent=12), 64), 3, 2
-    sizes, lengths = [70, 1, 50, 20], [190, 90, 60, 20]
-    histories = [history(n, kv_heads, group, 64, seed=n, dtype=torch.float32) for n in lengths]
-    paged = Paged(layout, kv_heads, lengths, rule, calibrate=lambda *x: replace(calibrated(*x), mean_key=None))
-    q, inputs, wide = appended(paged, histories, sizes)
-    by_torch = CodesByTorch(paged.cache, inputs)
-    monkeypatch.setattr(gluon_prefill, "coded_kernel", by_torch)
-    options = {"sliding_window": sliding_window, "sink_logits": 2 * gaussian(kv_heads * group, seed=8)}
-    arguments = q, wide, PagedLayers.of([paged.cache]), inputs, 0.125
-    found = gluon_prefill.attend_prefill(*arguments, **options)
-    assert by_torch.launches == 1
-    expected = attend_prefill(*arguments, **options)
-    for part in (slice(start.start, start.end) for start in inputs.sequences):
-        assert relative_error(found[part], expected[part]) <= TOLERANCE
-
-
-@pytest.mark.parametrize("mean_key", [True, False])
-def test_no_other_kernel_is_launched_where_it_has_nothing_to_do(
-    monkeypatch: pytest.MonkeyPatch, mean_key: bool
-) -> None:
-    """Without codes, and with a mean key, which `coded_kernel` does not serve."""
-    monkeypatch.setattr(gluon_prefill, "coded_kernel", None)
-    layout = PageLayout(get_format("kv2", sinks=5, recent=12), 64)
-    past = history(90 if mean_key else 40, 1, 2, 64, dtype=torch.float32)
-    calibrate = calibrated if mean_key else lambda *x: replace(calibrated(*x), mean_key=None)
-    paged = Paged(layout, 1, [90], "chunk", calibrate=calibrate)
-    q, inputs, wide = appended(paged, [past], [30 if mean_key else 40])
-    found = gluon_prefill.attend_prefill(q, wide, PagedLayers.of([paged.cache]), inputs, 0.125)
-    assert relative_error(found, attend_reference(q, wide.by_sequence, paged.cache, inputs, 0.125)) <= TOLERANCE
 
 
 def test_scores_far_beyond_exps_range_do_not_overflow() -> None:

@@ -85,7 +85,7 @@ def _with_values(weights, memory, turn, output):
 @gluon.jit
 def _seen(scores, at, seen, coded_end):
     """Scores of a page that begins at a token; those that a row doesn't read through the codes become -inf."""
-    S: gl.constexpr = scores.type.layout
+    S: gl.constexpr = _product_layout(TILE)
     token = (at + token_in(gl.arange(0, TILE, layout=gl.SliceLayout(0, S))))[None, :]
     return gl.where((token >= seen[:, None]) & (token < coded_end[:, None]), scores, float("-inf"))
 

@@ -1,0 +1,112 @@
+"""The Gluon kernel of a prefill's pages, emulated on a CPU: its arithmetic, its bounds, and its barriers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels.attention.test_triton_prefill import appended, relative_error
+
+from subten.formats import PageLayout, get_format
+from subten.kernels.attention import PrefillRule, gluon_prefill, triton_prefill
+from subten.kernels.attention.attend import attend_reference
+from subten.kernels.attention.device_cache import PagedLayers
+from support.attention import Paged, calibrated, history
+from support.device_code import quicken_interpreter
+from support.gluon_emulator import Emulator
+from support.interpreter import correct_numbers
+from support.kv import gaussian
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+MODULES = ("subten.kernels.attention.gluon_dequantise", "subten.kernels.attention.gluon_prefill")
+TOLERANCE = 5e-4
+"""Relative, of a sequence. On a GPU, both kernels compute the same, to the bit."""
+
+
+class Emulated:
+    """`coded_kernel`. What it gets to write to holds NaN."""
+
+    arg_names = gluon_prefill.coded_kernel.arg_names
+
+    def __init__(self, seed: int) -> None:
+        self._emulator, self.launches = Emulator(*MODULES, seed=seed), 0
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        def launch(*, num_warps: int, **arguments: Any) -> None:
+            assert num_warps == gluon_prefill.WARPS
+            self.launches += 1
+            for name in ("sums", "stats"):
+                arguments[name].fill_(torch.nan)
+            self._emulator.launch(MODULES[1], "coded_kernel", grid, arguments)
+
+        return launch
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken_interpreter(monkeypatch)
+    correct_numbers(monkeypatch)
+
+
+def without_mean_key(*arguments: Any) -> Any:
+    return replace(calibrated(*arguments), mean_key=None)
+
+
+@pytest.mark.parametrize("rule", ["window", "chunk"])
+@pytest.mark.parametrize("sliding_window", [None, 40, 150])
+@pytest.mark.parametrize(("name", "head_dim", "group"), [("kv2", 128, 4), ("kv2-plain", 64, 3)])
+def test_both_kernels_find_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    head_dim: int,
+    group: int,
+    sliding_window: int | None,
+    rule: PrefillRule,
+) -> None:
+    layout, kv_heads = PageLayout(get_format(name, sinks=5, recent=12), head_dim), 2
+    sizes, lengths = [70, 1, 50, 20], [330, 90, 60, 20]
+    histories = [history(n, kv_heads, group, head_dim, seed=n, dtype=torch.float32) for n in lengths]
+    paged = Paged(layout, kv_heads, lengths, rule, calibrate=without_mean_key)
+    q, inputs, wide = appended(paged, histories, sizes)
+    emulated = Emulated(seed=head_dim + (sliding_window or 0))
+    monkeypatch.setattr(gluon_prefill, "coded_kernel", emulated)
+    options = {"sliding_window": sliding_window, "sink_logits": 2 * gaussian(kv_heads * group, seed=8)}
+    arguments = q, wide, PagedLayers.of([paged.cache]), inputs, head_dim**-0.5
+    found = gluon_prefill.attend_prefill(*arguments, **options)
+    assert emulated.launches == 1
+    expected = triton_prefill.attend_prefill(*arguments, **options)
+    for part in (slice(step.start, step.end) for step in inputs.sequences):
+        assert relative_error(found[part], expected[part]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_order_of_turns_changes_a_bit(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Of eight pages, in two places of shared memory."""
+    layout = PageLayout(get_format("kv2-plain", sinks=5, recent=12), 64)
+    past = history(550, 1, 2, 64, dtype=torch.float32)
+    paged = Paged(layout, 1, [550], "chunk", calibrate=without_mean_key)
+    q, inputs, wide = appended(paged, [past], [20])
+    results = []
+    for own in (seed, 100 + seed):
+        monkeypatch.setattr(gluon_prefill, "coded_kernel", Emulated(own))
+        results.append(gluon_prefill.attend_prefill(q, wide, PagedLayers.of([paged.cache]), inputs, 0.125))
+    assert torch.equal(*results)
+    expected = attend_reference(q, wide.by_sequence, paged.cache, inputs, 0.125)
+    assert relative_error(results[0], expected) <= 2e-3
+
+
+@pytest.mark.parametrize("mean_key", [True, False])
+def test_no_other_kernel_is_launched_where_it_has_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch, mean_key: bool
+) -> None:
+    """Without codes, and with a mean key, which `coded_kernel` does not serve."""
+    monkeypatch.setattr(gluon_prefill, "coded_kernel", None)
+    layout = PageLayout(get_format("kv2", sinks=5, recent=12), 64)
+    past = history(90 if mean_key else 40, 1, 2, 64, dtype=torch.float32)
+    paged = Paged(layout, 1, [90], "chunk", calibrate=calibrated if mean_key else without_mean_key)
+    q, inputs, wide = appended(paged, [past], [30 if mean_key else 40])
+    found = gluon_prefill.attend_prefill(q, wide, PagedLayers.of([paged.cache]), inputs, 0.125)
+    assert relative_error(found, attend_reference(q, wide.by_sequence, paged.cache, inputs, 0.125)) <= 2e-3
