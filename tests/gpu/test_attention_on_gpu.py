@@ -9,7 +9,6 @@ import torch
 
 from subten.kernels.attention.gluon_decode import DECODE as GLUON
 from subten.kernels.attention.gluon_prefill import attend_prefill as gluon_prefill
-from subten.kernels.attention.gluon_prefill import serves
 from subten.kernels.attention.inputs import QKNorm
 from subten.kernels.attention.paged import norm_and_rotate
 from subten.kernels.attention.triton_decode import DECODE as TRITON
@@ -124,10 +123,10 @@ def test_triton_prefill(name: str, head_dim: int, group: int, rule, new: tuple[i
     ("name", "head_dim", "group"), [("kv2", 128, 4), ("kv2", 128, 8), ("kv2", 64, 3), ("kv2-plain", 128, 5)]
 )
 @pytest.mark.parametrize("new", [(300, 1, 257, 64), (10, 1, 16, 2)])
-def test_gluon_prefill(name: str, head_dim: int, group: int, rule, new: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("mean_key", [True, False])
+def test_gluon_prefill(name: str, head_dim: int, group: int, rule, new: tuple[int, ...], mean_key: bool) -> None:
     lengths, seed = (0, 100, 700, 2000), head_dim + group
-    cache = GpuCache.of(name, head_dim, 2, group, lengths, room=400, rule=rule, seed=seed, mean_key=False)
-    assert serves(cache.layer)
+    cache = GpuCache.of(name, head_dim, 2, group, lengths, room=400, rule=rule, seed=seed, mean_key=mean_key)
     found, expected = cache.prefill(new, rule, gluon_prefill)
     assert worst_error(found, expected) <= 5e-3
     assert overall_error(found, expected) <= ALLOWED

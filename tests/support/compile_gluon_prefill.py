@@ -2,7 +2,7 @@
 
 Prints, as JSON, for each case its name, registers of a thread, spilled bytes, opcodes of the loop that multiplies,
 in their order, and those of the loop that dequantises. Arguments: a folder to work in, then any number of
-FORMAT/HEAD_DIM.
+FORMAT/HEAD_DIM, with a `+` behind the format where a mean key was removed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from subten.kernels.attention.gluon_prefill import WARPS, coded_arguments, coded
 from subten.kernels.attention.triton_append import WideBatch
 from subten.kernels.attention.triton_prefill import Blocks, prefill_arguments, query_memory
 from support.attention import calibrated
+from support.compile_gluon import in_few_pairs
 from support.device_code import compile_kernel
 
 HEADS, GROUP, TOKENS = 2, 4, 64
@@ -34,12 +35,14 @@ def opcode(line: str) -> str:
 
 
 def compile_one(name: str, folder: Path) -> dict[str, Any]:
-    """Of a format as calibration leaves it, without mean key."""
+    """Of a format as calibration leaves it."""
     kv_format, head_dim = name.split("/")[0], int(name.split("/")[1])
-    layout = PageLayout(get_format(kv_format), head_dim)
+    layout = PageLayout(get_format(kv_format.rstrip("+")), head_dim)
+    calibration = calibrated(layout, HEADS)
+    mean_key = in_few_pairs(calibration.mean_key) if kv_format.endswith("+") else None
     pages = torch.zeros(1, HEADS, layout.record_bytes, dtype=torch.uint8)
     windows = torch.zeros(1, 2, HEADS, layout.format.window_size, head_dim, dtype=layout.wide_dtype)
-    layer = PagedLayers.of([LayerCache(pages, windows, calibrated(layout, HEADS).coding, None, layout)])
+    layer = PagedLayers.of([LayerCache(pages, windows, calibration.coding, mean_key, layout)])
     q = torch.zeros(TOKENS, HEADS * GROUP, head_dim, dtype=torch.bfloat16)
     wide = WideBatch(torch.zeros(2, TOKENS, HEADS, head_dim, dtype=layout.wide_dtype), (torch.arange(TOKENS),))
     numbers = torch.zeros(16, dtype=torch.int32)
@@ -57,7 +60,7 @@ def compile_one(name: str, folder: Path) -> dict[str, Any]:
     )
     rows = TOKENS * GROUP
     arguments |= {"sums": torch.zeros(HEADS, rows, head_dim), "stats": torch.zeros(2, HEADS, rows)}
-    code = compile_kernel(coded_kernel, coded_arguments(arguments), WARPS, 90, folder, fp_fusion=True)
+    code = compile_kernel(coded_kernel, coded_arguments(arguments, layer), WARPS, 90, folder, fp_fusion=True)
     loops = sorted(code.loops(), key=len)
     weights = TILE.value // 2  # Of a thread.
     multiplying = next(

@@ -79,6 +79,19 @@ def _offset_ptx():
     )
 
 
+_COS_OF_SUM = gl.constexpr("{ .reg .b32 t; mul.rn.f16x2 t, $2, $4; neg.f16x2 t, t; fma.rn.f16x2 $0, $1, $3, t; }")
+"""From cos and sin of one angle, and those of another."""
+_SIN_OF_SUM = gl.constexpr("{ .reg .b32 t; mul.rn.f16x2 t, $1, $4; fma.rn.f16x2 $0, $2, $3, t; }")
+
+
+@gluon.jit
+def _rounded(low, high):
+    """Two float32 as float16 in one register."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
 @gluon.jit
 def _halves(low, high):
     """Two numbers of 16 bits in one of 32."""
@@ -147,8 +160,15 @@ def _value_layout():
     return gl.BlockedLayout([1, 4], [4, 8], [PRODUCERS.value, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def _turns_layout(mean_pairs):
+    """[64 slots, pairs of rotary pairs]: a thread has few of them, whose angles it reads anew for each page."""
+    lanes = max(1, min(16, mean_pairs // 4))
+    return gl.BlockedLayout([1, 2], [32 // lanes, lanes], [PRODUCERS.value, 1], [1, 0])
+
+
 @gluon.jit
-def _asked(pages, number, pages_page, PLACES: gl.constexpr, HEAD_DIM: gl.constexpr):
+def _asked(pages, number, pages_page, starts, page, channels, PLACES: gl.constexpr, HEAD_DIM: gl.constexpr):
     """All that there is to load for a page."""
     K: gl.constexpr = _key_layout(HEAD_DIM)
     V: gl.constexpr = _value_layout()
@@ -165,7 +185,38 @@ def _asked(pages, number, pages_page, PLACES: gl.constexpr, HEAD_DIM: gl.constex
     values = gl.load(words + PLACES.value_codes // 2 + word[:, None] * PAIRS + pair[None, :])
     low = gl.load(record + PLACES.value_grids + token_in(2 * pair))
     high = gl.load(record + PLACES.value_grids + token_in(2 * pair + 1))
-    return keys, key_grids, kept, values, low, high
+    turns = ()
+    for i in gl.static_range(len(channels)):
+        place = starts + page * HEAD_DIM + 2 * channels[i]
+        turns += (gl.load(place), gl.load(place + 1))
+    return keys, key_grids, kept, values, low, high, turns
+
+
+@gluon.jit
+def _within(mean_pairs, rotation, COUNT: gl.constexpr, COLUMNS: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Rotary pairs, first and second ones of two in a register; cos and sin from a page's first token to those in its
+    slots. COLUMNS are filled up with what is multiplied by zero."""
+    T: gl.constexpr = _turns_layout(COLUMNS)
+    column = gl.arange(0, COLUMNS // 2, layout=gl.SliceLayout(0, T)) * 2
+    first = gl.load(mean_pairs + column, mask=column < COUNT, other=0)
+    second = gl.load(mean_pairs + column + 1, mask=column < COUNT, other=0)
+    cos = rotation + token_in(gl.arange(0, TILE, layout=gl.SliceLayout(1, T)))[:, None] * (HEAD_DIM // 2)
+    sin = cos + TILE * (HEAD_DIM // 2)
+    within = (
+        _halves(gl.load(cos + first[None, :]), gl.load(cos + second[None, :])),
+        _halves(gl.load(sin + first[None, :]), gl.load(sin + second[None, :])),
+    )
+    return (first, second), within
+
+
+@gluon.jit
+def _turned(turns, within):
+    """Cosines, and behind them sines, at a page's tokens: from those at its first one, and those within the page."""
+    _, cos = gl.broadcast(within[0], _rounded(turns[0], turns[2])[None, :])
+    _, sin = gl.broadcast(within[0], _rounded(turns[1], turns[3])[None, :])
+    angles = [cos, sin, within[0], within[1]]
+    both = gl.permute(gl.join(_ptx(_COS_OF_SUM, angles), _ptx(_SIN_OF_SUM, angles)), [0, 2, 1])
+    return gl.reshape(both, [both.shape[0], 2 * both.shape[2]])
 
 
 @gluon.jit
@@ -176,21 +227,29 @@ def dequantise(
     end,
     last_token,
     pages_page,
+    mean_pairs,
+    starts,
+    rotation,
     memory,
     PLACES: gl.constexpr,
     SINKS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    MEAN_PAIRS: gl.constexpr,
 ):
-    """Pages `first` to `end`, one after the other, into shared memory. Tokens from `last_token` on, which may hold
-    anything, have values of zero."""
-    keys, kept_keys, values, full_keys, free_keys, full_values, free_values = memory
+    """Pages `first` to `end`, one after the other, into shared memory: keys, kept channels, the turns of the mean key
+    and values. Tokens from `last_token` on, which may hold anything, have values of zero."""
+    keys, kept_keys, turned, values, full_keys, free_keys, full_values, free_values = memory
     K: gl.constexpr = _key_layout(HEAD_DIM)
+    channels, within = (), ()
+    if MEAN_PAIRS:
+        channels, within = _within(mean_pairs, rotation, MEAN_PAIRS, turned.shape[2], HEAD_DIM)
     number = gl.load(table + first)
-    asked = _asked(pages, number, pages_page, PLACES, HEAD_DIM)
+    asked = _asked(pages, number, pages_page, starts, first, channels, PLACES, HEAD_DIM)
     number = gl.load(table + gl.minimum(first + 1, end - 1))
     for page in range(first, end):
-        key_words, key_grids, kept, value_words, low, high = asked
-        asked = _asked(pages, number, pages_page, PLACES, HEAD_DIM)
+        key_words, key_grids, kept, value_words, low, high, turns = asked
+        later = gl.minimum(page + 1, end - 1)
+        asked = _asked(pages, number, pages_page, starts, later, channels, PLACES, HEAD_DIM)
         number = gl.load(table + gl.minimum(page + 2, end - 1))
         place, phase = stage_of(page - first)
 
@@ -199,6 +258,8 @@ def dequantise(
         mbarrier.wait(free_keys.index(place), phase ^ 1)
         keys.index(place).store(gl.reshape(numbers, [TILE, HEAD_DIM // 2]))
         kept_keys.index(place).store(kept)
+        if MEAN_PAIRS:
+            turned.index(place).store(_turned(turns, within))
         fence_async_shared()
         mbarrier.arrive(full_keys.index(place), count=1)
 

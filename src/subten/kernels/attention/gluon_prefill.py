@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -52,8 +53,8 @@ WARPS = 8
 
 _ROWS = gl.constexpr(16 * WARPS)
 _WARPS = gl.constexpr(WARPS)
-_PRODUCER_REGISTERS = gl.constexpr(112)
-"""Of a thread that dequantises; the others have 200."""
+_REGISTERS, _REGISTERS_WITH_MEAN = gl.constexpr(112), gl.constexpr(120)
+"""Of a thread that dequantises, without and with a mean key; the others have 192."""
 _LOWEST = gl.constexpr(-1e30)
 _NO_LIMIT = gl.constexpr(2**31 - 1)
 
@@ -64,19 +65,22 @@ def _product_layout(columns):
 
 
 @gluon.jit
-def _scores(queries, memory, turn):
+def _scores(queries, memory, turn, MEAN_PAIRS: gl.constexpr):
     """Of the turn-th page, on their way."""
-    coded, kept = queries
-    keys, kept_keys, _, _, _, _, _ = memory
+    coded, kept, with_mean = queries
+    keys, kept_keys, turned, _, _, _, _, _ = memory
     x = gl.zeros([_ROWS, TILE], gl.float32, _product_layout(TILE))
     x = warpgroup_mma(coded, as_float16(keys, turn), x, use_acc=False, is_async=True)
-    return warpgroup_mma(kept, as_float16(kept_keys, turn), x, is_async=True)
+    x = warpgroup_mma(kept, as_float16(kept_keys, turn), x, is_async=True)
+    if MEAN_PAIRS:
+        x = warpgroup_mma(with_mean, as_float16(turned, turn), x, is_async=True)
+    return x
 
 
 @gluon.jit
 def _with_values(weights, memory, turn, output):
     """Sums, and weights times the values of the turn-th page when those are there, on their way."""
-    _, _, values, _, _, full_values, _ = memory
+    _, _, _, values, _, _, full_values, _ = memory
     place, phase = stage_of(turn)
     mbarrier.wait(full_values.index(place), phase)
     return warpgroup_mma(weights, as_float16(values, turn), output, is_async=True)
@@ -119,9 +123,10 @@ def _attend(
     memory,
     SINKS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    MEAN_PAIRS: gl.constexpr,
 ):
     """Rows from `first_row` on over pages `first` to `end`, as they come into shared memory."""
-    _, _, _, full_keys, free_keys, _, free_values = memory
+    _, _, _, _, full_keys, free_keys, _, free_values = memory
     coded_low, seen_high = bounds
     O: gl.constexpr = _product_layout(HEAD_DIM)  # noqa: E741
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
@@ -133,14 +138,14 @@ def _attend(
     output = gl.zeros([_ROWS, HEAD_DIM], gl.float32, O)
 
     mbarrier.wait(full_keys.index(0), 0)
-    scores = warpgroup_mma_wait(0, deps=(_scores(queries, memory, 0),))
+    scores = warpgroup_mma_wait(0, deps=(_scores(queries, memory, 0, MEAN_PAIRS),))
     mbarrier.arrive(free_keys.index(0), count=1)
     scores = _seen(scores, SINKS + first * TILE, seen, coded_end)
     weights, decay, highest, total = _weights(scores, row_scale, highest, total, P)
     mbarrier.wait(full_keys.index(1), 0, pred=end - first > 1)
     for page in range(first + 1, end):
         turn = page - first
-        scores = _scores(queries, memory, turn)
+        scores = _scores(queries, memory, turn, MEAN_PAIRS)
         output = _with_values(weights, memory, turn - 1, output)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(free_keys.index(turn % STAGES), count=1)
@@ -177,6 +182,9 @@ def coded_kernel(
     block_table,
     query_start,
     context_len,
+    mean_pairs,
+    starts,
+    rotation,
     scale,
     sliding_window,
     rows,
@@ -189,9 +197,11 @@ def coded_kernel(
     SINKS: gl.constexpr,
     RECENT: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    MEAN_PAIRS: gl.constexpr,
+    TURNED: gl.constexpr,
 ):
     """16 rows per warp of one sequence and KV head. Grid: (blocks of rows, num_kv_heads, batch); the last rows, which
-    see the most, come first. The arguments are those of `prefill_arguments`."""
+    see the most, come first. The arguments are those of `coded_arguments`."""
     head, sequence = gl.program_id(1), gl.program_id(2)
     start = gl.load(query_start + sequence)
     count = gl.load(query_start + sequence + 1) - start
@@ -229,6 +239,17 @@ def coded_kernel(
         x = gl.load(queries + (part + own + row) * HEAD_DIM + column, mask=row < end_row, other=0.0)
         coded = gl.allocate_shared_memory(gl.float16, [_ROWS, HEAD_DIM], lines(HEAD_DIM, 16), x)
         keys = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, HEAD_DIM // 2], lines(HEAD_DIM // 2, 32))
+        with_mean, turned = coded, keys
+        if MEAN_PAIRS:
+            column = gl.arange(0, TURNED, layout=gl.SliceLayout(0, WIDE))[None, :]
+            pair = column % (TURNED // 2)
+            live = pair < MEAN_PAIRS
+            channel = gl.load(mean_pairs + head * MEAN_PAIRS + pair, mask=live, other=0)
+            channel += column // (TURNED // 2) * (HEAD_DIM // 2)
+            place = queries + (2 * part + own + row) * HEAD_DIM + channel
+            x = gl.load(place, mask=(row < end_row) & live, other=0.0)
+            with_mean = gl.allocate_shared_memory(gl.float16, [_ROWS, TURNED], lines(TURNED, 16), x)
+            turned = gl.allocate_shared_memory(gl.int32, [STAGES, TILE, TURNED // 2], lines(TURNED // 2, 32))
         row = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, NARROW))[:, None]
         column = gl.arange(0, KEPT, layout=gl.SliceLayout(0, NARROW))[None, :]
         x = gl.load(kept + (own + row) * KEPT + column, mask=row < end_row, other=0.0)
@@ -245,7 +266,7 @@ def coded_kernel(
             mbarrier.init(full_values.index(i), count=1)
             mbarrier.init(free_values.index(i), count=1)
         fence_async_shared()
-        memory = (keys, kept_keys, values, full_keys, free_keys, full_values, free_values)
+        memory = (keys, kept_keys, turned, values, full_keys, free_keys, full_values, free_values)
         gl.warp_specialize(
             [
                 (
@@ -253,30 +274,35 @@ def coded_kernel(
                     (
                         factor + own, sums + own * HEAD_DIM, stats + own, stats + part + own, scale,
                         (coded_low, seen_high), first_row, end_row, seen, coded_end, first, end,
-                        (coded, of_kept), memory, SINKS, HEAD_DIM,
+                        (coded, of_kept, with_mean), memory, SINKS, HEAD_DIM, MEAN_PAIRS,
                     ),
                 ),
                 (
                     dequantise,
                     (
                         pages + head * pages_head, block_table + sequence.to(gl.int64) * table_row, first, end,
-                        coded_high, pages_page, memory, PLACES, SINKS, HEAD_DIM,
+                        coded_high, pages_page, mean_pairs + head * MEAN_PAIRS if MEAN_PAIRS else mean_pairs, starts,
+                        rotation, memory, PLACES, SINKS, HEAD_DIM, MEAN_PAIRS,
                     ),
                 ),
             ],
             [PRODUCERS],
-            [_PRODUCER_REGISTERS],
+            [_REGISTERS_WITH_MEAN if MEAN_PAIRS else _REGISTERS],
         )  # fmt: skip
 
 
-def coded_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+def coded_arguments(arguments: dict[str, Any], layer: PagedLayers) -> dict[str, Any]:
     """All arguments of `coded_kernel`, from those of `prefill_kernel` with memory for what it leaves."""
-    return {name: arguments[name] for name in coded_kernel.arg_names}
-
-
-def serves(layer: PagedLayers) -> bool:
-    """Whether the kernel takes the pages of a layer: not where a mean key was taken out of its keys."""
-    return layer.layout.head_dim in HEAD_DIMS and layer.tables.mean is None
+    tables, rotation = layer.tables.gluon, layer.tables.rotation
+    assert tables is not None, "there are tables for what the Gluon kernels serve"
+    own = {
+        "mean_pairs": tables.mean_pairs,
+        "starts": tables.starts,
+        "rotation": None if rotation is None else rotation.view(torch.int16),
+        "MEAN_PAIRS": tables.num_mean_pairs,
+        "TURNED": max(16, 2 * triton.next_power_of_2(tables.num_mean_pairs)),
+    }
+    return {name: own[name] if name in own else arguments[name] for name in coded_kernel.arg_names}
 
 
 def attend_prefill(
@@ -298,11 +324,11 @@ def attend_prefill(
         sums = torch.empty(heads, rows, head_dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(2, heads, rows, dtype=torch.float32, device=q.device)
         if max(ends) > fmt.sinks:  # Else no program sees a page.
-            coded_kernel[grid](**coded_arguments(arguments | {"sums": sums, "stats": stats}), num_warps=WARPS)
+            coded_kernel[grid](**coded_arguments(arguments | {"sums": sums, "stats": stats}, layer), num_warps=WARPS)
         return sums, stats
 
     return attend_prefill_with(
-        attend_codes if serves(layer) else None,
+        attend_codes if q.shape[2] in HEAD_DIMS else None,
         q,
         wide,
         layer,
