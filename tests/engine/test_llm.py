@@ -266,7 +266,7 @@ def test_impossible_settings(model: LoadedModel, options: dict, error: type[Exce
         LLM(model, **options)
 
 
-@pytest.mark.parametrize(("chunk_size", "max_context"), [(None, 300), (None, 200), (40, 300), (5, 300)])
+@pytest.mark.parametrize(("chunk_size", "max_context"), [(None, 300), (None, 200), (None, 1), (40, 300), (5, 300)])
 def test_a_warm_up_takes_prompts_of_all_sizes_and_leaves_nothing(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, chunk_size: int | None, max_context: int
 ) -> None:
@@ -281,7 +281,9 @@ def test_a_warm_up_takes_prompts_of_all_sizes_and_leaves_nothing(
     monkeypatch.setattr(llm._runner, "run", noted)
     llm._warm_up()
     longest = min(chunk_size or 256, max_context)
-    assert taken[-1] == (longest, False)
+    half = min(longest, max_context // 2)
+    without_logits = [size for size, all_logits in taken if not all_logits]
+    assert without_logits == ([longest, half, half] if half else [longest])
     few = {1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65}
     assert {(size, True) for size in few if size <= longest} <= set(taken)
     assert max(size for size, _ in taken) == longest

@@ -323,13 +323,19 @@ class LLM:
         for length in sorted({*few, *(size + 1 for size in few)}):
             if length <= longest:
                 list(self.score([0] * length))
-        # Without the logits of all its tokens, for which a small GPU may have no room.
+        self._take_chunks(longest)
+        # Two of a prompt, as the second one reads codes.
+        self._take_chunks(*[min(longest, self.max_context // 2)] * 2)
+        self._usage = CacheUsage(0, 0, 0, 0)
+
+    def _take_chunks(self, *lengths: int) -> None:
+        """Compute chunks of a prompt, without the logits of all tokens: a small GPU may have no room for those."""
         sequence = self._books.open().sequence
         try:
-            self._runner.run([Work(self._books.append(sequence, [0] * longest), [0] * longest)])
+            for tokens in ([0] * length for length in lengths if length):
+                self._runner.run([Work(self._books.append(sequence, tokens), tokens)])
         finally:
             self._books.free(sequence)
-        self._usage = CacheUsage(0, 0, 0, 0)
 
     def _remember_usage(self) -> None:
         self._usage = self._measure()

@@ -115,7 +115,7 @@ def _reference(operation: str, path: str, *, capturable: bool = True) -> Impleme
 _TRITON_PAGED = "subten.kernels.attention.triton_paged.TritonPagedAttention"
 _GLUON_MOE = "subten.kernels.moe.gluon_moe"
 _GLUON_DECODE = "subten.kernels.attention.gluon_decode.DECODE"
-_GLUON_PREFILL = "subten.kernels.attention.gluon_prefill.attend_prefill"
+_GLUON_PREFILL = "subten.kernels.attention.gluon_prefill.CheckedPrefill"
 
 
 def _attention(name: str, device: str, load: Callable[[], Any], unavailable: Callable[[Use], str | None]) -> Any:
@@ -123,7 +123,7 @@ def _attention(name: str, device: str, load: Callable[[], Any], unavailable: Cal
 
 
 def _gluon_attention() -> Callable[..., Any]:
-    return partial(_load(_TRITON_PAGED), decode=_load(_GLUON_DECODE), prefill=_load(_GLUON_PREFILL))
+    return partial(_load(_TRITON_PAGED), decode=_load(_GLUON_DECODE), prefill=_load(_GLUON_PREFILL)())
 
 
 def _moe(

@@ -118,3 +118,51 @@ def test_a_head_dim_that_is_not_served_stays_with_the_other_kernel(monkeypatch: 
     q, inputs, wide = appended(paged, [past], [10])
     found = gluon_prefill.attend_prefill(q, wide, PagedLayers.of([paged.cache]), inputs, 0.0625)
     assert relative_error(found, attend_reference(q, wide.by_sequence, paged.cache, inputs, 0.0625)) <= 2e-3
+
+
+class Wrong(Emulated):
+    """Finds nothing in the pages."""
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        def launch(*, num_warps: int, **arguments: Any) -> None:
+            self.launches += 1
+            arguments["sums"].zero_()
+            arguments["stats"][0], arguments["stats"][1] = -1e30, 0.0
+
+        return launch
+
+
+@pytest.mark.parametrize("kernel", [Emulated, Wrong])
+def test_the_first_chunk_that_reads_codes_is_checked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kernel: type[Emulated]
+) -> None:
+    emulated, launched = kernel(0), []
+    alone = triton_prefill.attend_prefill
+    monkeypatch.setattr(gluon_prefill, "coded_kernel", emulated)
+    monkeypatch.setattr(triton_prefill, "attend_prefill", lambda *x: launched.append(x) or alone(*x))
+    attend = gluon_prefill.CheckedPrefill()
+    layout = PageLayout(get_format("kv2-plain", sinks=5, recent=12), 64)
+    past = history(150, 1, 2, 64, dtype=torch.float32)
+    for held, size, launches, checks in ((0, 20, 0, 0), (130, 20, 1, 1), (100, 50, 2, 1)):
+        paged = Paged(layout, 1, [150], "chunk", calibrate=calibrated)
+        q, inputs, wide = appended(paged, [past.part(0, held + size)], [size])
+        found = attend(q, wide, PagedLayers.of([paged.cache]), inputs, 0.125)
+        assert relative_error(found, attend_reference(q, wide.by_sequence, paged.cache, inputs, 0.125)) <= 2e-3
+        if kernel is Emulated:
+            assert (emulated.launches, len(launched)) == (launches, checks)
+    assert emulated.launches == (2 if kernel is Emulated else 1)
+    assert ["differs by" in record.message for record in caplog.records] == [True] * (kernel is Wrong)
+
+
+def test_numbers_that_are_not_finite_say_nothing_of_a_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gluon_prefill, "coded_kernel", Emulated(0))
+    layout = PageLayout(get_format("kv2-plain", sinks=5, recent=12), 64)
+    paged = Paged(layout, 1, [150], "chunk", calibrate=calibrated)
+    q, inputs, wide = appended(paged, [history(150, 1, 2, 64, dtype=torch.float32)], [20])
+    attend = gluon_prefill.CheckedPrefill()
+    q[0, 0, 0] = torch.nan
+    assert not bool(attend(q, wide, PagedLayers.of([paged.cache]), inputs, 0.125).isfinite().all())
+    assert attend._trusted is None
+    assert not caplog.records

@@ -15,6 +15,8 @@ takes the pages by itself where this kernel does not serve.
 
 from __future__ import annotations
 
+import logging
+import math
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from subten.kernels.attention import triton_prefill
 from subten.kernels.attention.device_cache import PagedLayers
 from subten.kernels.attention.gluon_dequantise import (
     KEPT,
@@ -44,13 +47,16 @@ from subten.kernels.attention.gluon_dequantise import (
 )
 from subten.kernels.attention.inputs import AttentionInputs, coded_until
 from subten.kernels.attention.triton_append import WideBatch
-from subten.kernels.attention.triton_prefill import attend_prefill_with
+
+log = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128)
 """That it serves. At 256, sums of 128 rows take all registers."""
 WARPS = 8
 """That multiply: a warpgroup for 64 rows, so that both share what is dequantised."""
 
+_ALLOWED = 1e-2
+"""Relative difference of two kernels' results: rounding to bfloat16 makes up 1.6e-3, angles of a mean key 1e-3."""
 _ROWS = gl.constexpr(16 * WARPS)
 _WARPS = gl.constexpr(WARPS)
 _REGISTERS, _REGISTERS_WITH_MEAN = gl.constexpr(112), gl.constexpr(120)
@@ -305,6 +311,13 @@ def coded_arguments(arguments: dict[str, Any], layer: PagedLayers) -> dict[str, 
     return {name: own[name] if name in own else arguments[name] for name in coded_kernel.arg_names}
 
 
+def sees_codes(layer: PagedLayers, inputs: AttentionInputs) -> bool:
+    """Whether some query of a step reads a token through the codes."""
+    fmt = layer.layout.format
+    ends = (coded_until(x.length - 1, x.context_len, x.length, fmt, inputs.rule) for x in inputs.sequences)
+    return max(ends, default=0) > fmt.sinks
+
+
 def attend_prefill(
     q: Tensor,
     wide: WideBatch,
@@ -316,18 +329,17 @@ def attend_prefill(
     sink_logits: Tensor | None = None,
 ) -> Tensor:
     """As `attend_prefill` of triton_prefill.py."""
-    fmt = layer.layout.format
-    ends = [coded_until(x.length - 1, x.context_len, x.length, fmt, inputs.rule) for x in inputs.sequences]
 
     def attend_codes(arguments: dict[str, Any], grid: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
         _, heads, rows, head_dim = arguments["queries"].shape
         sums = torch.empty(heads, rows, head_dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(2, heads, rows, dtype=torch.float32, device=q.device)
-        if max(ends) > fmt.sinks:  # Else no program sees a page.
-            coded_kernel[grid](**coded_arguments(arguments | {"sums": sums, "stats": stats}, layer), num_warps=WARPS)
+        if sees_codes(layer, inputs):  # Else no program sees a page.
+            own = coded_arguments(arguments | {"sums": sums, "stats": stats}, layer)
+            coded_kernel[grid](**own, num_warps=WARPS)
         return sums, stats
 
-    return attend_prefill_with(
+    return triton_prefill.attend_prefill_with(
         attend_codes if q.shape[2] in HEAD_DIMS else None,
         q,
         wide,
@@ -337,3 +349,34 @@ def attend_prefill(
         sliding_window=sliding_window,
         sink_logits=sink_logits,
     )
+
+
+class CheckedPrefill:
+    """`attend_prefill`, which is compared with the Triton kernel where it first reads codes, as a compiler may make
+    something else of it on another machine. If they differ, a warning says so, and the Triton kernel goes on."""
+
+    def __init__(self) -> None:
+        self._trusted: bool | None = None
+
+    def __call__(
+        self, q: Tensor, wide: WideBatch, layer: PagedLayers, inputs: AttentionInputs, scale: float
+    ) -> Tensor:
+        """See `AttendPrefill`."""
+        if self._trusted is False:
+            return triton_prefill.attend_prefill(q, wide, layer, inputs, scale)
+        found = attend_prefill(q, wide, layer, inputs, scale)
+        if self._trusted is None and q.shape[2] in HEAD_DIMS and sees_codes(layer, inputs):
+            expected = triton_prefill.attend_prefill(q, wide, layer, inputs, scale)
+            length = float(expected.float().norm())
+            if not math.isfinite(length):
+                return expected
+            difference = float((found.float() - expected.float()).norm()) / max(length, 1e-30)
+            self._trusted = difference <= _ALLOWED
+            if not self._trusted:
+                log.warning(
+                    "attention of prompts differs by %.1e between the gluon and the triton kernel on this machine; "
+                    "the triton one is used",
+                    difference,
+                )
+                return expected
+        return found
