@@ -10,7 +10,7 @@ pairs apart and puts them together again.
 
 from __future__ import annotations
 
-import numpy
+import numpy as np
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -41,7 +41,7 @@ _1024 = gl.constexpr(0x64006400)
 @gluon.constexpr_function
 def _twice(x):
     """A float16 in both halves of a register."""
-    return int(numpy.float16(x).view(numpy.uint16)) * 0x10001
+    return int(np.float16(x).view(np.uint16)) * 0x10001
 
 
 @gluon.jit
