@@ -100,8 +100,9 @@ class Driver:
     def step(self, tokens_of: dict[int, list[int]]) -> dict[int, torch.Tensor]:
         """Append tokens to sequences in one ragged batch; logits [tokens, vocab] of each."""
         batch = [Work(self.books.append(sequence, tokens), tokens) for sequence, tokens in tokens_of.items()]
-        logits = self.runner.run(batch, all_logits=True)
-        parts = logits.split([len(tokens) for tokens in tokens_of.values()])
+        step, sizes = self.runner.begin(batch), [len(tokens) for tokens in tokens_of.values()]
+        step.advance(step.layers_left)
+        parts = torch.cat(list(step.all_logits(0, sum(sizes)))).split(sizes)
         return dict(zip(tokens_of, parts, strict=True))
 
 

@@ -9,7 +9,7 @@ import torch
 from tests.engine.serving import save_model
 from transformers import PreTrainedTokenizerFast
 
-from subten.engine import LLM, LoadedModel, SamplingParams, load_model
+from subten.engine import LLM, LoadedModel, SamplingParams, load_model, runner
 from subten.errors import (
     CacheMemoryError,
     ContextLengthError,
@@ -135,6 +135,25 @@ def test_logprobs_of_answer_and_prompt_are_those_of_the_scores(model: LoadedMode
         assert report.top[0][1] == pytest.approx(expected[position].max().item(), abs=1e-3)
     assert [len(report.top) for report in answer.logprobs] == [2] * 20
     assert twin.prompt_logprobs == answer.prompt_logprobs
+
+
+def test_logits_of_a_long_chunk_come_in_parts(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As scores, and as log-probabilities of a prompt: the same as of all its tokens at once."""
+    prompts = ["a prompt that is in company" * 3, "one of its own" * 5]
+    params = [greedy(max_tokens=3, prompt_logprobs=2), greedy(max_tokens=3)]
+    results = []
+    for size in (1000, 7):
+        monkeypatch.setattr(runner, "LOGITS_AT_A_TIME", size)
+        llm = LLM(model, kv="kv2", max_context=400, max_batch=2, sinks=4, recent=8, prefix_cache=False)
+        parts = list(llm.score(list(range(3, 60))))
+        assert [len(part) for part in parts] == ([57] if size == 1000 else [7] * 8 + [1])
+        results.append((torch.cat(parts), llm.generate(prompts, params)))
+    (whole, at_once), (cut, in_parts) = results
+    assert torch.allclose(whole, cut, atol=1e-5)
+    assert [completion.token_ids for completion in at_once] == [completion.token_ids for completion in in_parts]
+    assert len(at_once[0].prompt_logprobs) == len(in_parts[0].prompt_logprobs) == len(prompts[0])
+    for one, other in zip(at_once[0].prompt_logprobs[1:], in_parts[0].prompt_logprobs[1:], strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
 
 
 def test_a_stream_has_the_logprobs_of_generate(llm: LLM) -> None:
@@ -272,21 +291,16 @@ def test_a_warm_up_takes_prompts_of_all_sizes_and_leaves_nothing(
 ) -> None:
     """Up to a whole chunk, or all that the context has room for, without the logits of all its tokens."""
     llm = LLM(model, kv="kv2", max_context=max_context, max_batch=2, chunk_size=chunk_size, sinks=4, recent=8)
-    run, taken = llm._runner.run, []
-
-    def noted(batch, *, all_logits: bool = False):
-        taken.append((len(batch[0].token_ids), all_logits))
-        return run(batch, all_logits=all_logits)
-
-    monkeypatch.setattr(llm._runner, "run", noted)
+    run, score, chunks, scored = llm._runner.run, llm.score, [], []
+    monkeypatch.setattr(llm._runner, "run", lambda batch: chunks.append(len(batch[0].token_ids)) or run(batch))
+    monkeypatch.setattr(llm, "score", lambda tokens: scored.append(len(tokens)) or score(tokens))
     llm._warm_up()
     longest = min(chunk_size or 256, max_context)
     half = min(longest, max_context // 2)
-    without_logits = [size for size, all_logits in taken if not all_logits]
-    assert without_logits == ([longest, half, half] if half else [longest])
-    few = {1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65}
-    assert {(size, True) for size in few if size <= longest} <= set(taken)
-    assert max(size for size, _ in taken) == longest
+    assert chunks == ([longest, half, half] if half else [longest])
+    few = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65)
+    assert {size for size in few if size <= longest} <= set(scored)
+    assert max(scored) <= min(longest, 65)
     assert llm._books.lengths() == ()
     assert llm.stats().available_pages == llm.stats().pages
 

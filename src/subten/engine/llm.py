@@ -264,10 +264,10 @@ class LLM:
             for end in ends:
                 if end > start:
                     part = token_ids[start:end]
-                    work = Work(self._books.append(sequence, part), part)
-                    logits = self._runner.run([work], all_logits=True)
+                    step = self._runner.begin([Work(self._books.append(sequence, part), part)])
+                    step.advance(step.layers_left)
                     self._remember_usage()
-                    yield logits
+                    yield from step.all_logits(0, len(part))
                     start = end
         finally:
             self._books.free(sequence)

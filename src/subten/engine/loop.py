@@ -178,13 +178,15 @@ class EngineLoop:
 
     def _prompt_logits(self, batch: Batch, step: Pass) -> Tensor:
         """Of each sequence's last token; where somebody asked for the others, they are reported."""
-        if all(request.params.prompt_logprobs is None for request, _ in batch):
-            return step.logits()
-        parts = step.logits(all_logits=True).split([len(work.token_ids) for _, work in batch])
-        for (request, work), logits in zip(batch, parts, strict=True):
+        first = 0
+        for request, work in batch:
+            end, position = first + len(work.token_ids), work.plan.context_len
             if request.params.prompt_logprobs is not None:
-                request.take_prompt(work.plan.context_len, request.cached, logits)
-        return torch.stack([logits[-1] for logits in parts])
+                for logits in step.all_logits(first, end):
+                    request.take_prompt(position, position + len(logits), logits)
+                    position += len(logits)
+            first = end
+        return step.logits()
 
     def _recover(self, requests: Sequence[Request], error: RuntimeError) -> None:
         """After a step that ran out of memory: its longest request fails, the others are computed again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,10 @@ from subten.kernels.attention import AttentionInputs, LayerCache, PagedAttention
 from subten.kernels.launches import padded, sizes
 from subten.kvcache import AppendPlan, CacheStorage, CopyPlan
 from subten.models.decoder import Decoder, StepInputs
+
+LOGITS_AT_A_TIME = 256
+"""Tokens whose logits are in memory at a time, where all are asked for: with a large vocabulary, those of a chunk of
+1024 would take more than a layer does."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,16 @@ class Pass:
             self._attention.finish(self._inputs.attention)
 
     @torch.inference_mode()
-    def logits(self, *, all_logits: bool = False) -> Tensor:
-        """float32 [sequences, vocab] of each sequence's last token, or [tokens, vocab]; once no layer is left."""
-        hidden = self._hidden
-        if not all_logits:
-            hidden = hidden[self._inputs.attention.query_start[1:].long() - 1]
-        return self._decoder.logits(hidden)
+    def logits(self) -> Tensor:
+        """float32 [sequences, vocab] of each sequence's last token; once no layer is left."""
+        return self._decoder.logits(self._hidden[self._inputs.attention.query_start[1:].long() - 1])
+
+    def all_logits(self, first: int, end: int) -> Iterator[Tensor]:
+        """float32 [n, vocab] of tokens `first` to `end` of the step, `LOGITS_AT_A_TIME`; once no layer is left."""
+        for start in range(first, end, LOGITS_AT_A_TIME):
+            with torch.inference_mode():
+                logits = self._decoder.logits(self._hidden[start : min(start + LOGITS_AT_A_TIME, end)])
+            yield logits
 
 
 class Runner:
@@ -123,19 +131,18 @@ class Runner:
         self.storage.apply(copies)
 
     @torch.inference_mode()
-    def run(self, batch: Sequence[Work], *, all_logits: bool = False) -> Tensor:
+    def run(self, batch: Sequence[Work]) -> Tensor:
         """One step.
 
         Args:
             batch: at least one sequence, each with at least one token.
-            all_logits: logits of every token instead of each sequence's last.
 
         Returns:
-            float32 [tokens or batch, vocab].
+            float32 [batch, vocab], logits of each sequence's last token.
         """
         step = self.begin(batch)
         step.advance(step.layers_left)
-        return step.logits(all_logits=all_logits)
+        return step.logits()
 
     def begin(self, batch: Sequence[Work]) -> Pass:
         """A step that has its copies made and no layer computed yet. Between its layers other steps may run, of other
