@@ -102,3 +102,9 @@ def test_a_model_without_room_is_refused_before_anything_starts(
 def test_what_makes_no_sense(arguments, message, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["itl", "tiny", *SMALL, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("device", "chunk"), [("cpu", 256), ("cuda", 1024), ("auto", 1024)])
+def test_chunks_are_those_of_the_engine(device: str, chunk: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["itl", "tiny", "--prompt", "60", "--device", device]) == 2
+    assert f"with chunks of {chunk} it takes {2 * chunk} or more" in capsys.readouterr().err

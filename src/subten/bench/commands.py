@@ -96,7 +96,9 @@ def itl(
     models: Annotated[str, typer.Argument(metavar="MODEL_OR_SHAPE", help="As for `latency`; separated by commas.")],
     kv: Annotated[str, typer.Option(help="KV formats, separated by commas.")] = "kv2",
     prompt: Annotated[str, typer.Option(help="Tokens of the prompt, such as 128k.")] = "128k",
-    chunk_size: Annotated[int, typer.Option(min=1, help="Of the prompt's steps.")] = 256,
+    chunk_size: Annotated[
+        int | None, typer.Option(min=1, help="Of the prompt's steps; unless given, as the engine has them.")
+    ] = None,
     budget: Annotated[
         str, typer.Option(help="Milliseconds from token to token, or `none`, separated by commas.")
     ] = "none,50",
@@ -108,8 +110,10 @@ def itl(
 ) -> None:
     """Tokens of running streams while a long prompt is computed beside them."""
     from subten.bench.itl import parse_wishes, run_itl
+    from subten.engine.llm import CHUNK_SIZES
 
-    wishes = parse_wishes(prompt, chunk_size, streams, seconds)
+    size = CHUNK_SIZES["cpu" if device == "cpu" else "cuda"] if chunk_size is None else chunk_size
+    wishes = parse_wishes(prompt, size, streams, seconds)
     if not run_itl(models, kv, budget, wishes, json, device, commit):
         raise typer.Exit(MISSING_FIGURES)
 

@@ -35,7 +35,7 @@ from subten.kvcache import CacheBooks
 
 log = logging.getLogger(__name__)
 
-_CHUNK_SIZES = {"cpu": 256, "cuda": 1024}
+CHUNK_SIZES = {"cpu": 256, "cuda": 1024}
 """Prompt tokens of a step, by type of device. On an H200, 1024 at a time take half to a third as long each as 256 do
 (docs/benchmarks): those have fewer programs in attention than the GPU has multiprocessors, and take the host nearly
 as long to launch."""
@@ -154,7 +154,7 @@ class LLM:
         if max_kld is not None:
             check_quality(model, self.kv, self.max_context, max_kld)
         if chunk_size is None:
-            chunk_size = _CHUNK_SIZES[model.device.type]
+            chunk_size = CHUNK_SIZES[model.device.type]
         self._chunk_size = chunk_size
         namespace = f"{model.fingerprint} {model.dtype} {self.kv} {prefill} {chunk_size}"
         self._books = CacheBooks(
