@@ -9,6 +9,8 @@ import torch
 from subten.errors import KernelUnavailableError
 from subten.formats import FORMATS, PageLayout, get_format
 from subten.kernels import OPERATIONS, REGISTRY, Implementation, Use, select, select_attention, select_kernels
+from subten.kernels.attention.gluon_decode import DECODE
+from subten.kernels.attention.gluon_prefill import CheckedPrefill
 from subten.kernels.attention.paged import TorchPagedAttention
 from subten.kernels.moe import RouterSpec, gluon_moe, moe_reference
 from subten.kernels.moe.plan import MoEShape
@@ -292,3 +294,11 @@ def test_fused_or_not_is_one_name():
     assert select_kernels(CPU, {"moe": "unfused"}).chosen["moe"] == "unfused"
     with pytest.raises(KernelUnavailableError, match="it is written for cuda devices"):
         select_kernels(CPU, {"moe": "triton"})
+
+
+def test_every_engine_checks_the_kernels_of_prompts_by_itself() -> None:
+    (gluon,) = (entry for entry in REGISTRY if entry.operation == "cached_attention" and entry.name == "gluon")
+    one, other = (gluon.load().keywords for _ in range(2))
+    assert isinstance(one["prefill"], CheckedPrefill)
+    assert one["prefill"] is not other["prefill"]
+    assert one["decode"] is other["decode"] is DECODE

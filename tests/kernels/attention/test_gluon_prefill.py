@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from tests.kernels.attention.test_triton_prefill import appended, relative_error
 
 from subten.formats import PageLayout, get_format
@@ -82,6 +84,41 @@ def test_both_kernels_find_the_same(
     expected = triton_prefill.attend_prefill(*arguments, **options)
     for part in (slice(step.start, step.end) for step in inputs.sequences):
         assert relative_error(found[part], expected[part]) <= tolerance
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 260), st.integers(1, 90)), min_size=1, max_size=3),
+    group=st.integers(1, 8),
+    kv_heads=st.integers(1, 2),
+    rule=st.sampled_from(["window", "chunk"]),
+    sliding_window=st.none() | st.integers(1, 300),
+    mean_key=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_any_chunks_behind_any_histories(
+    steps: list[tuple[int, int]],
+    group: int,
+    kv_heads: int,
+    rule: PrefillRule,
+    sliding_window: int | None,
+    mean_key: bool,
+    seed: int,
+) -> None:
+    """Blocks of rows that are full and that are not, first and last pages, rows that see nothing."""
+    layout = PageLayout(get_format("kv2", sinks=5, recent=12), 64)
+    lengths = [held + size for held, size in steps]
+    histories = [history(n, kv_heads, group, 64, seed=seed + n, dtype=torch.float32) for n in lengths]
+    calibrate = calibrated if mean_key else without_mean_key
+    paged = Paged(layout, kv_heads, lengths, rule, calibrate=calibrate)
+    q, inputs, wide = appended(paged, histories, [size for _, size in steps])
+    arguments = q, wide, PagedLayers.of([paged.cache]), inputs, 0.125
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gluon_prefill, "coded_kernel", Emulated(seed))
+        found = gluon_prefill.attend_prefill(*arguments, sliding_window=sliding_window)
+    expected = triton_prefill.attend_prefill(*arguments, sliding_window=sliding_window)
+    assert bool(found.isfinite().all())
+    assert relative_error(found, expected) <= 1.5e-3
 
 
 @pytest.mark.parametrize("seed", range(6))
