@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from subten.errors import KernelUnavailableError
 from subten.formats import PAGE_SIZE, PageLayout, get_format
@@ -285,6 +286,16 @@ def test_chunk_by_chunk_attention_reads_what_the_reference_reads() -> None:
         assert torch.equal(attend_reference(chunk.q, wide, device.cache, inputs, 0.1), expected)
 
 
+class Counted(TorchDispatchMode):
+    """How many operations torch carries out."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
 FROM_HOST = {"tensor", "as_tensor", "arange", "to", "cpu", "cuda", "tolist", "item", "nonzero", "__bool__", "__int__"}
 """What has the host wait for a device, or is made of what the host knows."""
 
@@ -310,6 +321,22 @@ def test_what_a_chunk_moves_is_worked_out_once_for_all_layers(name: str, monkeyp
     assert "tolist" in called[0]
     assert called[1], "it is watched"
     assert called[1] & FROM_HOST == set()
+
+
+@pytest.mark.parametrize("name", ["kv2-plain", "fp8", "bf16"])
+def test_many_sequences_take_as_many_operations_as_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all layers but the first: on a GPU each is a launch."""
+    monkeypatch.setattr(triton_append, "encode_tokens", lambda *_: None)
+    counts = []
+    for lengths in ((300, 70), (10, 300, 70, 1, 260, 30)):
+        device = OnDevice(PageLayout(get_format(name), 64), 2, list(lengths))
+        inputs = device.inputs(dict(enumerate(lengths)))
+        k = gaussian(sum(lengths), 2, 64)
+        append_chunk(k, k, device.layer, inputs)
+        with Counted() as counted:
+            append_chunk(k, k, device.layer, inputs)
+        counts.append(counted.operations)
+    assert counts[0] == counts[1] <= 20
 
 
 @pytest.mark.parametrize(

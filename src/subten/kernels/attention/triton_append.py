@@ -24,8 +24,8 @@ Chunks are `append_chunk`: the tokens that leave are coded by the same kernel, t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -544,40 +544,36 @@ class WideBatch:
         )
 
 
-class _SequenceMoves(NamedTuple):
-    """What moves in and out of the windows of one sequence.
-
-    Attributes:
-        rows: of it on the token axis of the step.
-        window_slot: its windows.
-        held_slots: of what was held before the step.
-        stay_rows: what stays in the windows, of its `WideTokens`.
-        stay_slots: where that goes.
-    """
-
-    rows: slice
-    window_slot: int
-    held_slots: Tensor
-    stay_rows: Tensor
-    stay_slots: Tensor
-
-
 @dataclass(frozen=True)
 class ChunkMoves:
-    """What a step of chunks moves: the same in all layers of a format, and so worked out once for all of them. What
-    it takes comes from the host, and each tensor from there has the host wait for all that the device has to do.
+    """What a step of chunks moves, for all sequences at once. It is the same in all layers of a format, and taken from
+    the host in one piece: each has the host wait for all that the device has to do.
+
+    Indices are int64, or slices where there is one sequence.
 
     Attributes:
-        sequences: in order.
         positions: see `WideBatch.positions`.
-        leaving: int64 [n], of `WideBatch.tokens`, what is coded.
-        leaving_sequence: int64 [n], which of the batch these are of.
-        leaving_position: int64 [n].
+        held: of `WideBatch.tokens`, what was in the windows before the step.
+        held_slots: windows of these, and `held_places` in them.
+        held_places: see `held_slots`.
+        new: of `WideBatch.tokens`, the step's own, in their order.
+        stay: of `WideBatch.tokens`, what stays in the windows.
+        stay_slots: windows where that goes, and `stay_places` in them.
+        stay_places: see `stay_slots`.
+        leaving: of `WideBatch.tokens`, what is coded.
+        leaving_sequence: which of the batch these are of.
+        leaving_position: of these.
     """
 
-    sequences: tuple[_SequenceMoves, ...]
     positions: tuple[Tensor, ...]
-    leaving: Tensor
+    held: slice | Tensor
+    held_slots: Tensor
+    held_places: Tensor
+    new: slice | Tensor
+    stay: Tensor
+    stay_slots: Tensor
+    stay_places: Tensor
+    leaving: slice | Tensor
     leaving_sequence: Tensor
     leaving_position: Tensor
 
@@ -592,32 +588,26 @@ class ChunkMoves:
 
     @classmethod
     def _of(cls, inputs: AttentionInputs, fmt: KVFormat, device: torch.device) -> ChunkMoves:
-        sequences, positions, leaving, position = [], [], [], []
-        start = 0
-        for step in inputs.sequences:
-            move = _window_moves(step.context_len, step.length, fmt, device)
-            sequences.append(
-                _SequenceMoves(
-                    slice(step.start, step.end),
-                    step.window_slot,
-                    move.held_slots,
-                    len(move.held_slots) + move.stay_rows,
-                    move.stay_slots,
+        count = 0
+        parts: list[tuple[Tensor, ...]] = []
+        for number, step in enumerate(inputs.sequences):
+            move = _window_moves(step.context_len, step.length, fmt, torch.device("cpu"))
+            row, held = torch.arange(count, count + len(move.positions)), len(move.held_slots)
+            stay, leaving = row[held + move.stay_rows], _leaving(step, fmt)
+            parts.append(
+                (
+                    *(move.positions, row[:held], torch.full((held,), step.window_slot), move.held_slots, row[held:]),
+                    *(stay, torch.full((len(stay),), step.window_slot), move.stay_slots),
+                    *(row[leaving], torch.full((len(row[leaving]),), number), move.positions[leaving]),
                 )
             )
-            part = _leaving(step, fmt)
-            positions.append(move.positions)
-            leaving.append(torch.arange(start + part.start, start + part.stop, device=device))
-            position.append(move.positions[part])
-            start += len(move.positions)
-        counts = torch.tensor([len(rows) for rows in leaving])
-        return cls(
-            tuple(sequences),
-            tuple(positions),
-            torch.cat(leaving),
-            torch.repeat_interleave(counts).to(device),
-            torch.cat(position),
-        )
+            count += len(row)
+        kinds = [torch.cat(kind) for kind in zip(*parts, strict=True)]
+        positions, *moved = torch.cat(kinds).to(device).split([len(kind) for kind in kinds])
+        moves = cls(positions.split([len(part[0]) for part in parts]), *moved)
+        if len(parts) > 1:
+            return moves
+        return replace(moves, held=slice(0, held), new=slice(held, count), leaving=leaving)
 
 
 def append_chunk(k: Tensor, v: Tensor, layer: PagedLayers, inputs: AttentionInputs) -> WideBatch:
@@ -635,16 +625,13 @@ def append_chunk(k: Tensor, v: Tensor, layer: PagedLayers, inputs: AttentionInpu
     Returns:
         The tokens that the queries may read in 16 bit.
     """
-    windows = layer.windows[0]
+    windows = layer.windows[0].permute(1, 0, 3, 2, 4)  # Sides, slots, places in the window, heads, channels.
     moves = ChunkMoves.of(inputs, layer.layout.format, k.device)
-    sizes = [len(positions) for positions in moves.positions]
-    tokens = k.new_empty(2, sum(sizes), *k.shape[1:], dtype=layer.layout.wide_dtype)
-    for move, part in zip(moves.sequences, tokens.split(sizes, dim=1), strict=True):
-        window, held = windows[move.window_slot].transpose(1, 2), len(move.held_slots)
-        part[:, :held] = window[:, move.held_slots]
-        part[0, held:], part[1, held:] = k[move.rows], v[move.rows]
-        window[:, move.stay_slots] = part[:, move.stay_rows]
-    if len(moves.leaving):
+    tokens = k.new_empty(2, sum(map(len, moves.positions)), *k.shape[1:], dtype=layer.layout.wide_dtype)
+    tokens[:, moves.held] = windows[:, moves.held_slots, moves.held_places]
+    tokens[0, moves.new], tokens[1, moves.new] = k.type_as(tokens), v.type_as(tokens)
+    windows[:, moves.stay_slots, moves.stay_places] = tokens[:, moves.stay]
+    if len(moves.leaving_position):
         encode_tokens(layer, tokens[:, moves.leaving], moves.leaving_position, inputs, moves.leaving_sequence)
     return WideBatch(tokens, moves.positions)
 
