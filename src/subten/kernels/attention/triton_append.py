@@ -546,7 +546,7 @@ class WideBatch:
 
 @dataclass(frozen=True)
 class ChunkMoves:
-    """What a step of chunks moves, for all sequences at once. It is the same in all layers of a format, and comes from
+    """What a step of chunks moves, for all sequences at once. It is the same in all layers of a format and comes from
     the host in one piece: each has the host wait for all that the device has to do.
 
     Indices are int64, or slices where there is one sequence.
