@@ -288,7 +288,7 @@ def _elementwise(code: str, constraints: str, args: Sequence[Tensor], *, dtype: 
 
 
 class _Type:
-    """`gl.int32` and the like."""
+    """What a pointer points to."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -404,8 +404,6 @@ class Emulator:
             convert_layout=lambda x, layout: x,
             inline_asm_elementwise=_elementwise,
             allocate_shared_memory=_allocate,
-            shared_memory_descriptor=Shared,
-            thread_barrier=None,
             warp_specialize=self._warp_specialize,
         )
 
@@ -420,7 +418,6 @@ class Emulator:
                 wait=self._wait,
                 arrive=self._arrive,
             ),
-            tma=SimpleNamespace(async_load=None),
         )
 
     def _wait(self, barrier: Barrier, phase: Any, pred: Any = True) -> None:

@@ -137,24 +137,16 @@ def test_no_order_of_turns_changes_a_bit(monkeypatch: pytest.MonkeyPatch, seed: 
     assert relative_error(results[0], expected) <= 2e-3
 
 
-def test_no_other_kernel_is_launched_where_there_are_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "head_dim", "length", "size"), [("kv2", 64, 40, 40), ("kv2-plain", 256, 90, 10)])
+def test_it_is_not_launched_where_there_are_no_codes_and_for_other_heads(
+    monkeypatch: pytest.MonkeyPatch, name: str, head_dim: int, length: int, size: int
+) -> None:
     monkeypatch.setattr(gluon_prefill, "coded_kernel", None)
-    layout = PageLayout(get_format("kv2", sinks=5, recent=12), 64)
-    past = history(40, 1, 2, 64, dtype=torch.float32)
+    layout, scale = PageLayout(get_format(name, sinks=5, recent=12), head_dim), head_dim**-0.5
     paged = Paged(layout, 1, [90], "chunk", calibrate=calibrated)
-    q, inputs, wide = appended(paged, [past], [40])
-    found = gluon_prefill.attend_prefill(q, wide, PagedLayers.of([paged.cache]), inputs, 0.125)
-    assert relative_error(found, attend_reference(q, wide.by_sequence, paged.cache, inputs, 0.125)) <= 2e-3
-
-
-def test_a_head_dim_that_is_not_served_stays_with_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon_prefill, "coded_kernel", None)
-    layout = PageLayout(get_format("kv2-plain", sinks=5, recent=12), 256)
-    past = history(90, 1, 1, 256, dtype=torch.float32)
-    paged = Paged(layout, 1, [90], "chunk", calibrate=calibrated)
-    q, inputs, wide = appended(paged, [past], [10])
-    found = gluon_prefill.attend_prefill(q, wide, PagedLayers.of([paged.cache]), inputs, 0.0625)
-    assert relative_error(found, attend_reference(q, wide.by_sequence, paged.cache, inputs, 0.0625)) <= 2e-3
+    q, inputs, wide = appended(paged, [history(length, 1, 2, head_dim, dtype=torch.float32)], [size])
+    found = gluon_prefill.attend_prefill(q, wide, PagedLayers.of([paged.cache]), inputs, scale)
+    assert relative_error(found, attend_reference(q, wide.by_sequence, paged.cache, inputs, scale)) <= 2e-3
 
 
 class Wrong(Emulated):
