@@ -81,10 +81,15 @@ def compile_one(name: str, folder: Path) -> Compiled:
     )
 
 
+def instruction(line: str) -> str:
+    """With its modifiers, without its predicate."""
+    words = line.split()
+    return words[line.startswith("@")]
+
+
 def opcode(line: str) -> str:
     """Without its predicate and modifiers."""
-    words = line.split()
-    return words[line.startswith("@")].split(".")[0]
+    return instruction(line).split(".")[0]
 
 
 def whole(*shape: int) -> Tensor:

@@ -15,23 +15,14 @@ from typing import Any
 import torch
 
 from subten.formats import PageLayout, get_format
-from subten.kernels.attention import AttentionInputs, LayerCache
-from subten.kernels.attention.device_cache import PagedLayers
 from subten.kernels.attention.gluon_dequantise import TILE
 from subten.kernels.attention.gluon_prefill import WARPS, coded_arguments, coded_kernel
-from subten.kernels.attention.triton_append import WideBatch
 from subten.kernels.attention.triton_prefill import Blocks, prefill_arguments, query_memory
 from support.attention import calibrated
+from support.compile_decode import instruction
 from support.compile_gluon import in_few_pairs
+from support.compile_prefill import GROUP, HEADS, TOKENS, chunk
 from support.device_code import compile_kernel
-
-HEADS, GROUP, TOKENS = 2, 4, 64
-
-
-def opcode(line: str) -> str:
-    """Without its predicate."""
-    words = line.split()
-    return words[line.startswith("@")]
 
 
 def compile_one(name: str, folder: Path) -> dict[str, Any]:
@@ -40,13 +31,7 @@ def compile_one(name: str, folder: Path) -> dict[str, Any]:
     layout = PageLayout(get_format(kv_format.rstrip("+")), head_dim)
     calibration = calibrated(layout, HEADS)
     mean_key = in_few_pairs(calibration.mean_key) if kv_format.endswith("+") else None
-    pages = torch.zeros(1, HEADS, layout.record_bytes, dtype=torch.uint8)
-    windows = torch.zeros(1, 2, HEADS, layout.format.window_size, head_dim, dtype=layout.wide_dtype)
-    layer = PagedLayers.of([LayerCache(pages, windows, calibration.coding, mean_key, layout)])
-    q = torch.zeros(TOKENS, HEADS * GROUP, head_dim, dtype=torch.bfloat16)
-    wide = WideBatch(torch.zeros(2, TOKENS, HEADS, head_dim, dtype=layout.wide_dtype), (torch.arange(TOKENS),))
-    numbers = torch.zeros(16, dtype=torch.int32)
-    inputs = AttentionInputs(numbers, numbers, numbers[None], numbers, "chunk")
+    q, wide, layer, inputs = chunk(layout, calibration.coding, mean_key)
     arguments = prefill_arguments(
         query_memory(q, layer),
         wide,
@@ -73,8 +58,8 @@ def compile_one(name: str, folder: Path) -> dict[str, Any]:
         "name": name,
         "registers": code.registers,
         "spilled": code.spilled,
-        "multiplying": [opcode(line) for line in multiplying],
-        "dequantising": [opcode(line) for line in dequantising],
+        "multiplying": [instruction(line) for line in multiplying],
+        "dequantising": [instruction(line) for line in dequantising],
     }
 
 

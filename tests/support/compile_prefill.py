@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from subten.formats import PageLayout, get_format
-from subten.kernels.attention import AttentionInputs, LayerCache
+from subten.formats.coding import LayerCoding
+from subten.kernels.attention import AttentionInputs, LayerCache, MeanKey
 from subten.kernels.attention.device_cache import PagedLayers
 from subten.kernels.attention.triton_append import WideBatch
 from subten.kernels.attention.triton_prefill import (
@@ -30,20 +32,28 @@ from subten.kernels.attention.triton_prefill import (
 from support.attention import calibrated
 from support.device_code import compile_kernel
 
-HEADS, GROUP = 2, 4
+HEADS, GROUP, TOKENS = 2, 4, 64
+
+
+def chunk(
+    layout: PageLayout, coding: LayerCoding, mean_key: MeanKey | None
+) -> tuple[Tensor, WideBatch, PagedLayers, AttentionInputs]:
+    """Queries, tokens in 16 bit, a layer and a batch of one chunk, all of them zero."""
+    pages = torch.zeros(1, HEADS, layout.record_bytes, dtype=torch.uint8)
+    windows = torch.zeros(1, 2, HEADS, layout.format.window_size, layout.head_dim, dtype=layout.wide_dtype)
+    layer = PagedLayers.of([LayerCache(pages, windows, coding, mean_key, layout)])
+    q = torch.zeros(TOKENS, HEADS * GROUP, layout.head_dim, dtype=torch.bfloat16)
+    tokens = torch.zeros(2, TOKENS, HEADS, layout.head_dim, dtype=layout.wide_dtype)
+    numbers = torch.zeros(16, dtype=torch.int32)
+    inputs = AttentionInputs(numbers, numbers, numbers[None], numbers, "chunk")
+    return q, WideBatch(tokens, (torch.arange(TOKENS),)), layer, inputs
 
 
 def launches(name: str, head_dim: int) -> Iterator[tuple[str, Any, dict[str, Any], int, int]]:
     """Name, kernel, arguments, warps and stages of a prefill with all options, and of one without."""
     layout = PageLayout(get_format(name), head_dim)
     calibration = calibrated(layout, HEADS)
-    pages = torch.zeros(1, HEADS, layout.record_bytes, dtype=torch.uint8)
-    windows = torch.zeros(1, 2, HEADS, layout.format.window_size, head_dim, dtype=layout.wide_dtype)
-    layer = PagedLayers.of([LayerCache(pages, windows, calibration.coding, calibration.mean_key, layout)])
-    q = torch.zeros(64, HEADS * GROUP, head_dim, dtype=torch.bfloat16)
-    wide = WideBatch(torch.zeros(2, 64, HEADS, head_dim, dtype=layout.wide_dtype), (torch.arange(64),))
-    numbers = torch.zeros(16, dtype=torch.int32)
-    inputs = AttentionInputs(numbers, numbers, numbers[None], numbers, "chunk")
+    q, wide, layer, inputs = chunk(layout, calibration.coding, calibration.mean_key)
     prepared = query_memory(q, layer)
     yield "prepare", prepare_kernel, prepare_arguments(q, prepared, layer), prepare_warps(head_dim), 1
     blocks = Blocks.of(head_dim)

@@ -294,10 +294,6 @@ class _Type:
         self.dtype = dtype
 
 
-def _argument(x: Any) -> Any:
-    return _scalar(x) if type(x) is int else x
-
-
 def _scalar(x: Any) -> Tensor:
     return torch.as_tensor(x, dtype=torch.int32)
 
@@ -336,7 +332,7 @@ class Emulator:
         """Run all programs of a kernel, with tensors on the CPU."""
         function = getattr(self._modules[module], kernel)
         given = {
-            name: Pointer(x.view(-1)) if isinstance(x, Tensor) else x if x is None else _argument(x)
+            name: Pointer(x.view(-1)) if isinstance(x, Tensor) else _scalar(x) if type(x) is int else x
             for name, x in arguments.items()
         }
         self._grid = grid

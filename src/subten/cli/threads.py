@@ -57,13 +57,11 @@ def cpu_quota(root: Path) -> float | None:
 def _quotas(root: Path) -> Iterator[float]:
     groups = root / "sys/fs/cgroup"
     own = next((line[3:] for line in _words(root / "proc/self/cgroup") if line.startswith("0::")), "/")
-    for group in (Path(own), *Path(own).parents):
-        quota, period = [*_words(groups / group.relative_to("/") / "cpu.max"), "", ""][:2]
-        if quota.isdigit() and period.isdigit():
-            yield int(quota) / int(period)
-    quota, period = ([*_words(groups / "cpu" / f"cpu.cfs_{name}_us"), ""][0] for name in ("quota", "period"))
-    if quota.isdigit() and period.isdigit():  # -1 is no limit.
-        yield int(quota) / int(period)
+    limits = [_words(groups / group.relative_to("/") / "cpu.max") for group in (Path(own), *Path(own).parents)]
+    limits.append([word for name in ("quota", "period") for word in _words(groups / "cpu" / f"cpu.cfs_{name}_us")])
+    for limit in limits:
+        if len(limit) == 2 and all(word.isdigit() for word in limit):  # Neither `max` nor -1, which are no limits.
+            yield int(limit[0]) / int(limit[1])
 
 
 def _words(path: Path) -> list[str]:

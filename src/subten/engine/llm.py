@@ -329,7 +329,7 @@ class LLM:
         self._usage = CacheUsage(0, 0, 0, 0)
 
     def _take_chunks(self, *lengths: int) -> None:
-        """Compute chunks of a prompt, without the logits of all tokens: a small GPU may have no room for those."""
+        """Compute a prompt in chunks of these lengths, as prompts that others wait for are."""
         sequence = self._books.open().sequence
         try:
             for tokens in ([0] * length for length in lengths if length):

@@ -68,7 +68,8 @@ class Pass:
         return self._decoder.logits(self._hidden[self._inputs.attention.query_start[1:].long() - 1])
 
     def all_logits(self, first: int, end: int) -> Iterator[Tensor]:
-        """float32 [n, vocab] of tokens `first` to `end` of the step, `LOGITS_AT_A_TIME`; once no layer is left."""
+        """float32 [n, vocab] of tokens `first` to `end` of the step, `LOGITS_AT_A_TIME` at most; once no layer is
+        left."""
         for start in range(first, end, LOGITS_AT_A_TIME):
             with torch.inference_mode():
                 logits = self._decoder.logits(self._hidden[start : min(start + LOGITS_AT_A_TIME, end)])

@@ -312,10 +312,13 @@ def coded_arguments(arguments: dict[str, Any], layer: PagedLayers) -> dict[str, 
 
 
 def sees_codes(layer: PagedLayers, inputs: AttentionInputs) -> bool:
-    """Whether some query of a step reads a token through the codes."""
+    """Whether some query of a step reads a token through the codes: the same in all layers of a format."""
     fmt = layer.layout.format
-    ends = (coded_until(x.length - 1, x.context_len, x.length, fmt, inputs.rule) for x in inputs.sequences)
-    return max(ends, default=0) > fmt.sinks
+    key = sees_codes, fmt
+    if key not in inputs.kept:
+        ends = (coded_until(x.length - 1, x.context_len, x.length, fmt, inputs.rule) for x in inputs.sequences)
+        inputs.kept[key] = max(ends, default=0) > fmt.sinks
+    return bool(inputs.kept[key])
 
 
 def attend_prefill(
@@ -331,6 +334,7 @@ def attend_prefill(
     """As `attend_prefill` of triton_prefill.py."""
 
     def attend_codes(arguments: dict[str, Any], grid: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+        assert arguments["ROWS"] == _ROWS.value, "the grid is that of `prefill_kernel`"
         _, heads, rows, head_dim = arguments["queries"].shape
         sums = torch.empty(heads, rows, head_dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(2, heads, rows, dtype=torch.float32, device=q.device)
